@@ -35,12 +35,17 @@ class EngineFacts:
     replays: Callable[[Collection[int]], bool] = _never
     """Whether a step may be a CUDA graph that calls no hook, by the tokens of each of its
     requests."""
+    leaves: int = 1
+    """Tokens that a long load leaves to compute, at least."""
     in_lockstep: bool = False
     """The steps of data-parallel engines wait for each other."""
     by_priority: bool = False
     """vLLM orders waiting requests by priority; else first come, first served."""
     overcounts_drafts: bool = False
     """vLLM counts drafts beyond a session's stop as computed."""
+
+    cuts_hits: bool = False
+    """vLLM may take less than it is offered (connector/facts.py)."""
 
     # ---- its blocks
 

@@ -2,7 +2,10 @@
 """The KV of a model as its config.json tells it: kinds of layers, vLLM's groups of them, bytes.
 
 Follows vLLM 0.32 (v1/core/kv_cache_utils.py): pages of all groups have one size, layers of a kind
-are cut into groups as large as the smallest kind, a recurrent layer's state sets the block.
+are cut into groups as large as the smallest kind, a recurrent layer's state sets the block. Where
+all layers keep all tokens there is one group, and each layer has pages of its own size.
+
+It is long since each family of models has its rule here, as vLLM's own specs have it.
 """
 
 from __future__ import annotations
@@ -28,14 +31,38 @@ _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}
 _TYPES = {
     "full_attention": Reach.FULL, "attention": Reach.FULL, "global_attention": Reach.FULL,
     "sliding_attention": Reach.WINDOW, "chunked_attention": Reach.LOCAL,
-    "linear_attention": Reach.STATE, "conv": Reach.STATE,
+    "linear_attention": Reach.STATE, "conv": Reach.STATE, "mamba": Reach.STATE,
 }  # fmt: skip
+_LETTERS = {"M": Reach.STATE, "*": Reach.FULL, "-": None, "E": None}
+"""Letters of hybrid_override_pattern. Layers of experts keep nothing."""
 _NOT_KNOWN = {
-    "hybrid_override_pattern": "Mamba layers", "attn_layer_period": "Mamba layers",
-    "mamba_d_ssm": "Mamba layers", "block_configs": "layers of several sizes",
+    "attn_layer_period": "Mamba 1 layers", "hybrid_layer_ids": "Mamba layers that share attention",
+    "block_configs": "layers of several sizes",
     "hybrid_layer_pattern": "windows with heads of their own",
-    "index_head_dim": "keys of a sparse indexer", "compress_ratios": "compressed latents",
+    "compress_ratios": "compressed latents, whose pages vLLM packs beside windows and rings",
+    "sparse_attention_config": "keys of a sparse indexer",
+    "ple_conv_kernel_size": "states of several kinds",
+    "sconv_kernel_size": "states of several kinds",
 }  # fmt: skip
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Types of models whose latents have an indexer of a known form beside them."""
+_MAMBA2 = (
+    ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+)
+"""Names of heads, tokens of a head, groups, states and kernel: Nemotron-H's, and all others'."""
+_PACKED_LATENTS = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+"""Bytes of a token's latent of 512 and its 64 rotated elements, with their scales."""
+_ONE_BYTE = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "int8")
+_SCALE_BYTES = 4
+"""A scale a token and head, of K and of V: *_per_token_head."""
+KV_TYPES = (
+    *DTYPE_BYTES, *_ONE_BYTE, "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head",
+    "nvfp4", "nvfp4_4over6", *_PACKED_LATENTS,
+)  # fmt: skip
+"""Values of vLLM's --kv-cache-dtype whose bytes are known here."""
+_MLA_STATE_BLOCK = 128
+"""Beside states vLLM's blocks of latents are multiples of so many tokens."""
 _GOT = "expected the config.json of a decoder"
 
 
@@ -103,6 +130,7 @@ def read_shape(
     dtype_bytes: int | None = None,
     chunk_tokens: int = 256,
     state_dtype_bytes: int | None = None,
+    kv_type: str | None = None,
 ) -> KvShape:
     """The shape that a file tells; see shape_of(). Raises: ConfigError, OSError."""
     try:
@@ -117,6 +145,7 @@ def read_shape(
         dtype_bytes,
         chunk_tokens=chunk_tokens,
         state_dtype_bytes=state_dtype_bytes,
+        kv_type=kv_type,
     )
 
 
@@ -135,6 +164,7 @@ def shape_of(
     block_tokens: int = BLOCK_TOKENS,
     chunk_tokens: int = 256,
     state_dtype_bytes: int | None = None,
+    kv_type: str | None = None,
 ) -> KvShape:
     """The shape that a config.json tells.
 
@@ -142,9 +172,10 @@ def shape_of(
         dtype_bytes: of an element of KV, if not the model's: 1 with fp8.
         block_tokens: vLLM's --block-size.
         chunk_tokens: of the store's settings; rounded up to whole blocks of all groups.
-        state_dtype_bytes: of an element of a delta net's state, if neither the model's nor said by
-            mamba_ssm_dtype: vLLM's --mamba-ssm-cache-dtype. vLLM takes float32 by itself on CPUs
-            with AVX-512 BF16, and there alone (platforms/cpu.py).
+        state_dtype_bytes: of an element of a recurrent state, if neither the model's nor said by
+            its config.json: vLLM's --mamba-ssm-cache-dtype. vLLM takes float32 by itself for
+            Nemotron-H and Kimi-Linear, and on CPUs with AVX-512 BF16 (platforms/cpu.py).
+        kv_type: vLLM's --kv-cache-dtype, if not the model's; one of KV_TYPES.
     Raises: ConfigError, with what was found, for models that it does not know.
     """
     config = config.get("text_config") or config
@@ -154,19 +185,27 @@ def shape_of(
                 f"{where}: {key} is set: {what}, whose bytes are not known here; a server's log "
                 "says what the store keeps a token"
             )
-    kinds = _kinds(config, where, dtype_bytes, state_dtype_bytes)
+    if kv_type not in (None, "auto", *KV_TYPES):
+        raise ConfigError(
+            f"{where}: --kv-cache-dtype is {kv_type!r}, whose bytes are not known here; known are "
+            f"{', '.join(KV_TYPES)}"
+        )
+    kinds = _kinds(config, where, dtype_bytes, state_dtype_bytes, kv_type)
     if not any(kind.reach is Reach.FULL for kind in kinds):
         raise ConfigError(
             f"{where}: no layer attends to all tokens; AttnStore does not serve such a model, "
             "unless with --disable-hybrid-kv-cache-manager, where all layers keep all tokens"
         )
-    page_bytes, blocks = _pages(kinds, block_tokens)
-    groups = _groups(kinds, blocks)
+    if len(kinds) > 1 and all(kind.reach is Reach.FULL for kind in kinds):
+        groups, regions = _one_group(kinds, block_tokens)
+    else:
+        page_bytes, blocks = _pages(kinds, block_tokens, _state_block(config))
+        groups = _groups(kinds, blocks)
+        regions = max(len(group.layers) for group in groups) * (page_bytes,)
     rounding = [GRAIN_TOKENS, *(group.block_tokens for group in groups)]
     chunk = chunk_tokens
     for tokens in sorted(rounding):  # powers of two times one number: the largest is the multiple
         chunk = round_chunk_tokens(chunk, tokens)
-    regions = max(len(group.layers) for group in groups) * (page_bytes,)
     return KvShape(kinds, Geometry(1, regions, groups, chunk))
 
 
@@ -175,13 +214,14 @@ def _kinds(
     where: str,
     dtype_bytes: int | None,
     state_dtype_bytes: int | None,
+    kv_type: str | None,
 ) -> Counter[LayerKind]:
     name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    if name not in DTYPE_BYTES and dtype_bytes is None:
+    is_given = dtype_bytes is not None or kv_type in KV_TYPES
+    if name not in DTYPE_BYTES and not is_given:
         raise ConfigError(f"{where}: torch_dtype is {name!r}; say --kv-dtype-bytes")
     of_model = DTYPE_BYTES.get(name, 2)
-    element = dtype_bytes or of_model
-    of_state = state_dtype_bytes or DTYPE_BYTES.get(config.get("mamba_ssm_dtype") or name, of_model)
+    of_state = state_dtype_bytes or _state_dtype_bytes(config, name, of_model)
     found = Counter[LayerKind]()
     own = {int(i): of_layer for i, of_layer in (config.get("per_layer_config") or {}).items()}
     for i, reach in enumerate(_reaches(config, where)):
@@ -195,10 +235,42 @@ def _kinds(
         num_bytes = (
             _state_bytes(of_layer, where, of_model, of_state)
             if reach is Reach.STATE
-            else _token_bytes(of_layer, where, reach) * element
+            else _token_bytes(of_layer, where, reach, dtype_bytes or of_model, kv_type)
         )
         found[LayerKind(reach, tokens, num_bytes)] += 1
+    for num_bytes in _indexers(config, where):
+        found[LayerKind(Reach.FULL, 0, num_bytes)] += 1
     return found
+
+
+def _state_dtype_bytes(config: Mapping[str, Any], name: str, of_model: int) -> int:
+    """Bytes of an element of a recurrent state, as vLLM chooses it where no setting does."""
+    said = config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype")
+    if not said and (config.get("hybrid_override_pattern") or config.get("linear_attn_config")):
+        said = "float32"  # Nemotron-H, Kimi-Linear
+    return DTYPE_BYTES.get(said or name, of_model)
+
+
+def _indexers(config: Mapping[str, Any], where: str) -> list[int]:
+    """The bytes of a token in each layer's indexer: keys of one byte, and a scale for 128."""
+    if not config.get("index_head_dim"):
+        return []
+    kind = config.get("model_type")
+    if kind not in _INDEXED:
+        raise ConfigError(
+            f"{where}: index_head_dim is set, and model_type is {kind!r}: keys of a sparse indexer "
+            f"whose bytes are known of {', '.join(_INDEXED)} alone; a server's log says what the "
+            "store keeps a token"
+        )
+    head = count_of(config, where, "index_head_dim")
+    pattern, every = config.get("index_topk_pattern"), int(config.get("index_topk_freq") or 1)
+    offset = int(config.get("index_skip_topk_offset", 2))
+    layers = range(count_of(config, where, "num_hidden_layers"))
+    if pattern is not None:
+        number = sum(i >= len(pattern) or pattern[i] != "S" for i in layers)
+    else:
+        number = sum(max(i - offset + 1, 0) % every == 0 for i in layers)
+    return number * [head + head // 128 * 4]
 
 
 def _reaches(config: Mapping[str, Any], where: str) -> list[Reach]:
@@ -206,7 +278,21 @@ def _reaches(config: Mapping[str, Any], where: str) -> list[Reach]:
     num_layers = count_of(config, where, "num_hidden_layers", "n_layer")
     kind = config.get("model_type")
     types = config.get("layer_types")
-    if types:
+    pattern = config.get("hybrid_override_pattern")
+    linear = config.get("linear_attn_config") or {}
+    if pattern:
+        unknown = sorted(set(pattern) - set(_LETTERS))
+        if unknown:
+            raise ConfigError(
+                f"{where}: hybrid_override_pattern has {unknown}; known are {sorted(_LETTERS)}"
+            )
+        reaches = [reach for reach in map(_LETTERS.__getitem__, pattern) if reach is not None]
+    elif linear.get("kda_layers"):
+        are_linear = set(linear["kda_layers"])  # counted from 1
+        reaches = [Reach.STATE if i + 1 in are_linear else Reach.FULL for i in range(num_layers)]
+    elif "mamba_d_ssm" in config:  # both in each layer
+        reaches = [*num_layers * [Reach.FULL], *num_layers * [Reach.STATE]]
+    elif types:
         unknown = sorted(set(types) - set(_TYPES))
         if unknown or len(types) != num_layers:
             raise ConfigError(
@@ -225,6 +311,11 @@ def _reaches(config: Mapping[str, Any], where: str) -> list[Reach]:
     elif config.get("full_attention_interval"):
         every = int(config["full_attention_interval"])
         reaches = [Reach.STATE if (i + 1) % every else Reach.FULL for i in range(num_layers)]
+    elif config.get("mamba_d_state") or config.get("ssm_state_size"):
+        raise ConfigError(
+            f"{where}: it has Mamba layers, and neither layer_types nor hybrid_override_pattern "
+            "says which; a server's log says what the store keeps a token"
+        )
     elif config.get("sliding_window") and config.get("use_sliding_window") is not False:
         raise ConfigError(
             f"{where}: sliding_window is {config['sliding_window']} and layer_types does not say "
@@ -233,14 +324,19 @@ def _reaches(config: Mapping[str, Any], where: str) -> list[Reach]:
         )
     else:
         reaches = num_layers * [Reach.FULL]
-    return reaches[: num_layers - int(config.get("num_kv_shared_layers") or 0)]
+    return reaches[: len(reaches) - int(config.get("num_kv_shared_layers") or 0)]
 
 
-def _token_bytes(config: Mapping[str, Any], where: str, reach: Reach) -> int:
-    """Elements that a layer keeps of one token."""
-    latent = config.get("kv_lora_rank")
-    if latent:
-        return int(latent) + count_of(config, where, "qk_rope_head_dim")
+def _token_bytes(
+    config: Mapping[str, Any], where: str, reach: Reach, element: int, kv_type: str | None
+) -> int:
+    """Bytes that a layer keeps of one token.
+
+    Args:
+        element: bytes of an element, unless `kv_type` says another thing.
+    """
+    if config.get("kv_lora_rank"):
+        return _latent_bytes(config, where, element, kv_type)
     heads = count_of(config, where, "num_attention_heads", "n_head")
     kv_heads = heads
     for key in ("num_key_value_heads", "num_kv_heads"):
@@ -252,11 +348,64 @@ def _token_bytes(config: Mapping[str, Any], where: str, reach: Reach) -> int:
         head = config.get("global_head_dim") or head
         if config.get("attention_k_eq_v"):
             kv_heads = config.get("num_global_key_value_heads") or kv_heads
-    return 2 * int(kv_heads) * int(head)
+    return 2 * int(kv_heads) * _head_bytes(int(head), where, element, kv_type)
+
+
+def _head_bytes(head: int, where: str, element: int, kv_type: str | None) -> int:
+    """K, or V, of a token and a head, with its scales."""
+    kind = kv_type or ""
+    if kind in _PACKED_LATENTS:
+        raise ConfigError(f"{where}: --kv-cache-dtype {kind} is of latents, and it keeps none")
+    if kind.startswith("nvfp4"):
+        return head // 2 + head // 16
+    if kind.endswith("_per_token_head"):
+        return (head // 2 if kind.startswith("int4") else head) + _SCALE_BYTES
+    return head * (1 if kind in _ONE_BYTE else DTYPE_BYTES.get(kind, element))
+
+
+def _latent_bytes(config: Mapping[str, Any], where: str, element: int, kv_type: str | None) -> int:
+    """A token's latent, and what is rotated of its K."""
+    rank, rotated = (
+        count_of(config, where, "kv_lora_rank"), count_of(config, where, "qk_rope_head_dim")
+    )  # fmt: skip
+    packed = _PACKED_LATENTS.get(kv_type or "")
+    if packed and (rank, rotated) == (512, 64):
+        return packed
+    if packed or (kv_type and kv_type.startswith(("nvfp4", "int"))) or _has_scales(kv_type):
+        raise ConfigError(
+            f"{where}: --kv-cache-dtype {kv_type} of a latent of {rank} and {rotated}: its bytes "
+            "are not known here; a server's log says what the store keeps a token"
+        )
+    if kv_type in _ONE_BYTE and config.get("index_head_dim"):
+        raise ConfigError(
+            f"{where}: --kv-cache-dtype {kv_type} is fp8_ds_mla with some of vLLM's kernels for "
+            "sparse latents, and one byte an element with others; say fp8_ds_mla, or "
+            "--kv-dtype-bytes 1"
+        )
+    return (rank + rotated) * (
+        1 if kv_type in _ONE_BYTE else DTYPE_BYTES.get(kv_type or "", element)
+    )
+
+
+def _has_scales(kv_type: str | None) -> bool:
+    return bool(kv_type and kv_type.endswith("_per_token_head"))
 
 
 def _state_bytes(config: Mapping[str, Any], where: str, element: int, of_state: int) -> int:
-    """The state of a recurrent layer: a gated delta net's, or a short convolution's."""
+    """The state of a recurrent layer: a gated delta net's, Kimi's, Mamba 2's, or a short
+    convolution's."""
+    if config.get("linear_attn_config"):
+        return _kimi_bytes(config["linear_attn_config"], where, element, of_state)
+    for names in _MAMBA2:
+        if all(isinstance(config.get(name), int) for name in names):
+            heads, head, groups, states, kernel = (int(config[name]) for name in names)
+            inner = heads * head
+            if names is _MAMBA2[1]:
+                inner = config.get("mamba_d_ssm") or int(
+                    config.get("mamba_expand", 2) * count_of(config, where, "hidden_size")
+                )
+            convolution = (inner + 2 * groups * states) * (kernel - 1) * element
+            return int(convolution + heads * head * states * of_state)
     if config.get("linear_num_value_heads"):
         key = count_of(config, where, "linear_num_key_heads") * count_of(
             config, where, "linear_key_head_dim"
@@ -271,16 +420,40 @@ def _state_bytes(config: Mapping[str, Any], where: str, element: int, of_state: 
         return int(width) * (count_of(config, where, "conv_L_cache") - 1) * element
     raise ConfigError(
         f"{where}: it has recurrent layers of a kind that is not known here; gated delta nets "
-        "(linear_num_value_heads) and short convolutions (conv_L_cache) are"
+        "(linear_num_value_heads), Kimi's (linear_attn_config), Mamba 2 (mamba_num_heads, "
+        "mamba_n_heads) and short convolutions (conv_L_cache) are"
     )
 
 
-def _pages(kinds: Mapping[LayerKind, int], block_tokens: int) -> tuple[int, dict[LayerKind, int]]:
+def _kimi_bytes(config: Mapping[str, Any], where: str, element: int, of_state: int) -> int:
+    heads, head = count_of(config, where, "num_heads"), count_of(config, where, "head_dim")
+    kernel = count_of(config, where, "short_conv_kernel_size")
+    return 3 * heads * head * (kernel - 1) * element + heads * head * head * of_state
+
+
+def _state_block(config: Mapping[str, Any]) -> int:
+    """Beside states a block has a multiple of so many tokens, at least."""
+    return _MLA_STATE_BLOCK if config.get("kv_lora_rank") else 1
+
+
+def _one_group(
+    kinds: Mapping[LayerKind, int], block_tokens: int
+) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+    """Layers of several sizes that all keep all tokens: their group, and each one's page."""
+    sizes = [kind.num_bytes * block_tokens for kind, number in kinds.items() for _ in range(number)]
+    names = tuple(f"{Reach.FULL.value} {i}" for i in range(len(sizes)))
+    return (Group(block_tokens, names),), tuple(sizes)
+
+
+def _pages(
+    kinds: Mapping[LayerKind, int], block_tokens: int, state_block: int = 1
+) -> tuple[int, dict[LayerKind, int]]:
     """The bytes of every group's page, and the tokens of each kind's block."""
     attention = [kind for kind in kinds if kind.reach is not Reach.STATE]
     largest = max(kind.num_bytes for kind in attention)
     states = [kind.num_bytes for kind in kinds if kind.reach is Reach.STATE]
     if states:
+        block_tokens = max(block_tokens, state_block)
         step = largest * block_tokens
         block_tokens *= max(1, -(-max(states) // step))
     page_bytes = largest * block_tokens

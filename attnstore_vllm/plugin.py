@@ -38,7 +38,6 @@ MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
 _YAML = (".yaml", ".yml")
 _REFUSED = (
-    ("--pipeline-parallel-size", "-pp"),
     ("--decode-context-parallel-size", "-dcp"),
     ("--prefill-context-parallel-size", "-pcp"),
     ("--nnodes", "-n"),
@@ -245,8 +244,8 @@ def _refuse_shapes(argv: list[str]) -> None:
         for _, _, value in _values(argv, *flags):
             if value.isdecimal() and int(value) > 1:
                 raise UnsupportedError(
-                    f"{flags[0]} is {value}; AttnStore supports 1. Use --tensor-parallel-size on "
-                    f"one machine, or start vLLM without {_FLAG}"
+                    f"{flags[0]} is {value}; AttnStore supports 1. Use --tensor-parallel-size "
+                    f"or --pipeline-parallel-size on one machine, or start vLLM without {_FLAG}"
                 )
 
 

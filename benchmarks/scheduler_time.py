@@ -208,7 +208,6 @@ def measure_shared(num_tokens: int, rounds: int) -> dict[str, Times]:
             chunk_tokens=256,
             deadline_s=0.5,
             directory=None,
-            clock=time.monotonic,
         )
         schedulers = {
             name: make_scheduler(Path(directory) / name, block_tokens, 256, more)

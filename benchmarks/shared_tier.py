@@ -163,7 +163,6 @@ def our_tier(store: NetworkStore, directory: Path) -> Iterator[SharedIo]:
         chunk_tokens=CHUNK_TOKENS,
         deadline_s=10.0,
         directory=None,
-        clock=time.monotonic,
     )
     stored = open_store(pool, slab, device, more_tiers=(tier,))
     assert stored.remote is not None

@@ -35,6 +35,10 @@ class Names:
 
     namespace = NAMESPACE
 
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        """No test of these changes weights."""
+        raise AssertionError(live)
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -87,6 +91,7 @@ class StepWorld:
 
     Args:
         windows: beside the spine there is a group whose layers see the last tokens alone.
+        states: beside it there is a recurrent group.
         store: options of the store.
         options: of open_scheduler().
     """
@@ -99,19 +104,22 @@ class StepWorld:
         slots: int = 256,
         truncates: bool = False,
         windows: bool = False,
+        states: bool = False,
         store: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.counts = Counter[str]()
         needs = (Need(1, Reach.WINDOW, CHUNK, BLOCK),) if windows else ()
+        needs = (Need(1, Reach.STATE, 0, BLOCK),) if states else needs
         self.rig = memory_rig(records, slots, needs=needs, **(store or {}))
         self.store = self.rig.store
         self.free_blocks = 0
         self.tables: dict[str, list[int]] = {}
         if truncates:
             options["truncation"] = TruncationConfig(enabled=True, shared_by="everyone")
-        groups = (Group(BLOCK, ("l",)), Group(BLOCK, ("w",), 1, Reach.WINDOW.value, CHUNK))
-        self.num_groups = 2 if windows else 1
+        reach, length = (Reach.STATE, 0) if states else (Reach.WINDOW, CHUNK)
+        groups = (Group(BLOCK, ("l",)), Group(BLOCK, ("w",), 1, reach.value, length))
+        self.num_groups = 1 + len(needs)
         geometry = Geometry(1, (64,), groups[: self.num_groups], CHUNK)
         options.setdefault("load_deadline_ms", 200)
         self.side = open_scheduler(self.store, geometry, Names(), **options)

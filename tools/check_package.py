@@ -3,12 +3,13 @@
 
     python3 tools/check_package.py [--keep DIR]        (or: make package)
 
-Three wheels are built from the source package, away from the checkout: with the headers of
-liburing and xxHash, without them, and by clang++. nvcc is never called. The first is held against
-auditwheel's rules: it may need nothing that a plain Linux lacks, liburing included. Each is
-installed with its dependencies, which do not include torch and vLLM, where no compiler can be
-called, and tried there (tools/try_installed.py). Without a network it is skipped with a message
-(exit 0).
+Two wheels are built from the source package, away from the checkout: with the headers of liburing
+and xxHash by clang++, and without them by Python's own compiler. `make setup` is the third, with
+them by its own compiler, which also builds this one where there is no clang++. nvcc is never
+called. Each is held against auditwheel's rules: it may need nothing that a plain Linux lacks,
+liburing included. Each is installed with its dependencies, which do not include torch and vLLM,
+where no compiler can be called, and tried there (tools/try_installed.py). Without a network it is
+skipped with a message (exit 0).
 """
 
 from __future__ import annotations
@@ -178,18 +179,16 @@ def check(out: Path) -> int:
 
     source = make_source(tools, out)
     say(f"{source.name}.tar.gz is unpacked")
-    headers = has_headers()
-    kinds: dict[str, tuple[bool, tuple[str, str] | None]] = {
-        "with headers": (True, None),
-        "without headers": (False, None),
-    }
+    headers, clang = has_headers(), shutil.which("clang++") is not None
+    kinds: dict[str, tuple[bool, tuple[str, str] | None]] = {"without headers": (False, None)}
     if not headers:
         say("NOT CHECKED with headers: liburing.h or xxhash.h is not there")
-        del kinds["with headers"]
-    if shutil.which("clang++"):
-        kinds["by clang++"] = (headers, ("clang", "clang++"))
-    else:
+    if not clang:
         say("NOT CHECKED by clang++: there is none")
+    if clang:
+        kinds["by clang++"] = (headers, ("clang", "clang++"))
+    elif headers:
+        kinds["with headers"] = (True, None)
     for name, (with_headers, compiler) in kinds.items():
         work = out / name.replace(" ", "-")
         work.mkdir()

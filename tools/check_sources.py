@@ -4,13 +4,12 @@
     python3 tools/check_sources.py 0.33.0            (downloads its wheel; keeps the .py files)
     python3 tools/check_sources.py DIR               (a folder that has vllm/)
 
-Looked at are every name that the package imports from vLLM, its private names that we go by
-(PRIVATE), and every hook of vLLM's connector base: those that AttnStoreConnector has must take what
-vLLM gives them. Public attributes are not looked at: tests with that vLLM are for those. Hooks that
-are new since the tested version are named. Exit 1 if something is missing. For a version that
-cannot be installed here: a CUDA build, say. Standard library only. What is found goes into
-results/versions.json, of which `tools/try_version.py --table` makes the table of
-docs/compatibility.md.
+Looked at are every name that the package imports from vLLM, names that it goes by without importing
+them (GONE_BY), the members of vLLM's objects that the scheduler's side reads (MEMBERS), and every
+hook of vLLM's connector base: those that AttnStoreConnector has must take what vLLM gives them.
+New hooks that it does not have are named. Exit 1 if something is missing. For a version that cannot
+be installed here: a CUDA build, say. Standard library only. What is found goes into
+results/versions.json and, with the other rows, into the table of docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 KNOWN = ROOT / "tools" / "known_hooks.txt"
 """Hooks of the tested version, a line each with its parameters."""
 _ATTENTION = "vllm/model_executor/layers/attention/attention.py"
+_BLOCK_POOL = "vllm/v1/core/block_pool.py"
 _ROPE = "vllm/model_executor/layers/rotary_embedding/base.py"
-PRIVATE = (
+GONE_BY = (
     ("scheduler/vllm_types.py", "vllm/v1/request.py", "_block_hasher"),
     ("scheduler/hidden_blocks.py", "vllm/v1/request.py", "_block_hasher"),
     ("scheduler/request.py", "vllm/v1/utils.py", "_x"),
@@ -45,9 +45,25 @@ PRIVATE = (
     ("identity/live_facts.py", _ATTENTION, "_v_scale"),
     ("identity/live_facts.py", _ATTENTION, "_q_scale"),
     ("connector/model_rotation.py", _ROPE, "_compute_inv_freq"),
+    ("connector/compat.py", "vllm/v1/engine/core.py", "_reset_caches"),
+    ("scheduler/reset_watch.py", _BLOCK_POOL, "cached_block_hash_to_block"),
+    ("connector/kv_events.py", _BLOCK_POOL, "cached_block_hash_to_block"),
+    ("scheduler/untaken.py", _BLOCK_POOL, "get_num_free_blocks"),
+    ("scheduler/truncation.py", _BLOCK_POOL, "hash_block_size"),
 )
-"""(our file, vLLM's file, the private name there that ours goes by). Settings are not here: those
-that leave the namespace are in identity/left_out.py, and another name is in it again."""
+"""(our file, vLLM's file, the name there that ours goes by without importing it). Settings are not
+here: those that leave the namespace are in identity/left_out.py, and another one is in it again."""
+TYPES = PACKAGE / "scheduler" / "vllm_types.py"
+_OUTPUT = "vllm/v1/core/sched/output.py"
+MEMBERS = (
+    ("Request", "vllm/v1/request.py", "Request"),
+    ("LoRARequest", "vllm/lora/request.py", "LoRARequest"),
+    ("NewRequest", _OUTPUT, "NewRequestData"),
+    ("CachedRequests", _OUTPUT, "CachedRequestData"),
+    ("SchedulerOutput", _OUTPUT, "SchedulerOutput"),
+    ("KVCacheManager", "vllm/v1/core/kv_cache_manager.py", "KVCacheManager"),
+)
+"""(a protocol of TYPES, vLLM's file, its class there)."""
 
 
 def download(version: str) -> Path:
@@ -104,15 +120,15 @@ def missing_names(sources: Path) -> list[str]:
     return problems
 
 
-def missing_private(sources: Path) -> list[str]:
-    """Those of PRIVATE that vLLM has no more, and those that our file goes by no more."""
+def missing_gone_by(sources: Path) -> list[str]:
+    """Those of GONE_BY that vLLM has no more, and those that our file goes by no more."""
     problems = []
-    for where, module, name in PRIVATE:
+    for where, module, name in GONE_BY:
         path, word = sources / module, re.compile(rf"\b{name}\b")
         if not path.is_file() or not word.search(path.read_text(encoding="utf-8")):
             problems.append(f"{where}: {module} has no {name}")
         if not word.search((PACKAGE / where).read_text(encoding="utf-8")):
-            problems.append(f"{where} does not go by {name}: take it out of PRIVATE")
+            problems.append(f"{where} does not go by {name}: take it out of GONE_BY")
     return problems
 
 
@@ -121,6 +137,51 @@ def methods(path: Path, name: str) -> dict[str, ast.arguments]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     (made,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
     return {n.name: n.args for n in made.body if isinstance(n, ast.FunctionDef)}
+
+
+def class_of(path: Path, name: str) -> ast.ClassDef | None:
+    """A class of a file, by its name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name]
+    return found[0] if found else None
+
+
+def members(made: ast.ClassDef) -> set[str]:
+    """What a class says that it has: fields, methods, and what a method assigns to self."""
+    found: set[str] = set()
+    for node in ast.walk(made):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+    fields = (n.target for n in made.body if isinstance(n, ast.AnnAssign))
+    return found | {target.id for target in fields if isinstance(target, ast.Name)}
+
+
+def read_members() -> Iterator[tuple[str, str, str]]:
+    """(vLLM's file, class, member) of what the scheduler's side reads."""
+    for ours, module, theirs in MEMBERS:
+        made = class_of(TYPES, ours)
+        assert made is not None, ours
+        for name in sorted(members(made)):
+            yield module, theirs, name
+
+
+def missing_members(sources: Path) -> list[str]:
+    problems = []
+    for module, theirs, name in read_members():
+        made = class_of(sources / module, theirs) if (sources / module).is_file() else None
+        if made is None:
+            problems.append(f"scheduler/vllm_types.py: {module} has no {theirs}")
+        elif name not in members(made):
+            problems.append(f"scheduler/vllm_types.py: {theirs} of {module} has no {name}")
+    return sorted(set(problems))
+
+
+def num_names() -> int:
+    """How many names are looked at: each once, however many files of ours have it."""
+    imports = {(module, name) for _, module, name in imported()}
+    return len(imports | {(module, name) for _, module, name in GONE_BY} | set(read_members()))
 
 
 def takes(args: ast.arguments) -> list[str]:
@@ -153,18 +214,19 @@ def needed_hooks() -> set[str]:
 
 def check(sources: Path) -> tuple[list[str], list[str]]:
     """(what is missing, what is new)."""
-    problems = [*missing_names(sources), *missing_private(sources)]
+    problems = [*missing_names(sources), *missing_gone_by(sources), *missing_members(sources)]
     theirs = hooks(sources)
     ours = methods(PACKAGE / "connector" / "connector.py", "AttnStoreConnector")
     known = {line.split("(")[0]: line for line in KNOWN.read_text(encoding="utf-8").splitlines()}
-    for name in sorted(ours.keys() & known.keys()):
+    for name in sorted(ours.keys() & (known.keys() | theirs.keys())):
         if name not in theirs and name in needed_hooks():
             problems.append(f"the hook {name} is gone")
         elif name not in theirs:
             continue  # vLLM does not ask
         elif not accepts(ours[name], theirs[name]):
             problems.append(f"the hook {name} takes {takes(theirs[name])} now")
-    new = [line(name, args) for name, args in theirs.items() if name not in known]
+    told = known.keys() | ours.keys()
+    new = [line(name, args) for name, args in theirs.items() if name not in told]
     return problems, new
 
 
@@ -183,12 +245,13 @@ def main() -> int:
     for hook in new:
         print(f"new: {hook}")
     print(
-        f"{sys.argv[1]}: {len(list(imported()))} names, {len(hooks(sources))} hooks looked at, "
+        f"{sys.argv[1]}: {num_names()} names, {len(hooks(sources))} hooks looked at, "
         f"{len(problems)} missing, {len(new)} new"
     )
     if sources != given and not problems:
-        names, hooks_seen = len(list(imported())), len(hooks(sources))
-        try_version.keep(sys.argv[1], {"names": names, "hooks": hooks_seen})
+        seen = {"names": num_names(), "hooks": len(hooks(sources))}
+        try_version.keep(sys.argv[1], seen, is_more=True)
+        try_version.write_table()
     return 1 if problems else 0
 
 

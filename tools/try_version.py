@@ -99,12 +99,13 @@ def link(directory: Path) -> None:
     (packages / "attnstore_vllm.pth").write_text(f"{ROOT}\n")
 
 
-def run(python: Path, *arguments: str) -> int:
+def run(python: Path, *arguments: str, path: str = str(ROOT)) -> int:
+    """Args: path: where Python looks first."""
     return subprocess.run(
         [str(python), *arguments],
         cwd=ROOT,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": path},
     ).returncode
 
 
@@ -130,11 +131,22 @@ def counts(report: Path) -> dict[str, int]:
     return {"passed": passed, "failed": failed, "skipped": number["skipped"]}
 
 
-def keep(version: str, found: dict[str, Any]) -> None:
-    """Note what is known of a version now."""
+def keep(version: str, found: dict[str, Any], *, is_more: bool = False) -> None:
+    """Note what is known of a version now.
+
+    Args:
+        is_more: beside what was known.
+    """
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[version] = found
+    results[version] = found if not is_more else results.get(version, {}) | found
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+def keep_scheduled(version: str, test: str, found: dict[str, int]) -> None:
+    """Note what came of a file of tests with the version's scheduler (tools/try_scheduler.py)."""
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = results.get(version, {}).get("scheduled", {})
+    keep(version, {"scheduled": known | {test: found}}, is_more=True)
 
 
 def table() -> str:
@@ -153,8 +165,17 @@ def _row(version: str, found: dict[str, Any]) -> str:
         how = f"python3 tools/try_version.py {version}"
     elif "names" in found:
         name = f"{version}, CUDA build"
-        state = f"not run; its sources have all {found['names']} names and {found['hooks']} hooks"
+        names, hooks = found["names"], found["hooks"]
+        state = f"no model was run; its sources have all {names} names and {hooks} hooks"
         how = f"python3 tools/check_sources.py {version}"
+        if "scheduled" in found:
+            said = found["scheduled"].values()
+            passed = sum(of_file["passed"] for of_file in said)
+            total = passed + sum(of_file["failed"] for of_file in said)
+            state = (
+                f"of {total} tests with its scheduler {passed} pass "
+                f"(`python3 tools/try_scheduler.py {version}`). {state.capitalize()}"
+            )
     else:
         name, total = f"{version}, CPU build", found["passed"] + found["failed"]
         state = f"of {total} tests of the suite's core {found['passed']} pass"

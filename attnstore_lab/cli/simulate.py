@@ -76,6 +76,9 @@ def add_dtype_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-dtype-bytes", type=int, metavar="N", help="of an element of KV, if not the model's"
     )
     parser.add_argument(
+        "--kv-cache-dtype", metavar="TYPE", help="vLLM's, which may bring scales: nvfp4, fp8_ds_mla"
+    )
+    parser.add_argument(
         "--state-dtype-bytes",
         type=int,
         metavar="N",
@@ -85,7 +88,9 @@ def add_dtype_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_model_shape(args: argparse.Namespace, chunk_tokens: int) -> KvShape:
     """The shape that --model names. Raises: ConfigError, OSError."""
-    return read_shape(args.model, args.kv_dtype_bytes, chunk_tokens, args.state_dtype_bytes)
+    return read_shape(
+        args.model, args.kv_dtype_bytes, chunk_tokens, args.state_dtype_bytes, args.kv_cache_dtype
+    )
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -66,8 +66,10 @@ class SimulatedStore(Store):
         self.before_arrival(lookup.keys, num_tokens - 1)
         return super().arrive(request_id, lookup, num_tokens, min_tokens, terms)
 
-    def _begun(self, name: ChunkName, chunk: Chunk | None, pin_s: float | None) -> None:
-        super()._begun(name, chunk, pin_s)
+    def _begun(
+        self, name: ChunkName, chunk: Chunk | None, pin_s: float | None, *, yields: bool
+    ) -> None:
+        super()._begun(name, chunk, pin_s, yields=yields)
         if chunk is not None:
             self.saved_tokens += name.num_tokens
 
@@ -88,6 +90,9 @@ class _FixedNames:
     """See scheduler.Names."""
 
     namespace: bytes | None = NAMESPACE
+
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        raise AssertionError("no weights change here")
 
     def close(self) -> None:
         """Nothing is held."""

@@ -360,8 +360,8 @@ SETTINGS = (
 
 HEAD = (
     "Use: vllm serve MODEL --kv-transfer-config attnstore.yaml",
-    "Only dram and nvme are required. Sizes are those of the whole server: tensor-parallel ranks "
-    "share them, data-parallel engines get an equal part each.",
+    "Only dram and nvme are required. Sizes are those of the whole server: tensor- and "
+    "pipeline-parallel ranks share them, data-parallel engines get an equal part each.",
     "docs/configuration.md says more of each setting.",
 )
 

@@ -70,6 +70,8 @@ def _comparison(
     """Raises UnsupportedError."""
     if len(geometry.groups) > 1 or geometry.has_window_alone:
         raise UnsupportedError("it has KV cache groups beside one of all tokens")
+    if geometry.stages:
+        raise UnsupportedError("its layers are spread over pipeline stages")
     if engine.ahead:
         raise UnsupportedError("its drafts decide KV of tokens before them")
     if computes_alike(ranks[0].kv.device):

@@ -14,13 +14,13 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
@@ -28,8 +28,20 @@ from attnstore_vllm.connector.audit_facts import check_not_stopped, comparison_o
 from attnstore_vllm.connector.facts import facts_of
 from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
 from attnstore_vllm.connector.kv_events import KvEvents, teller_of
-from attnstore_vllm.connector.media_data import counts_media, read_media, why_no_media
+from attnstore_vllm.connector.media_data import (
+    counts_media,
+    encodes_by_adapter,
+    read_media,
+    why_no_media,
+)
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
+from attnstore_vllm.connector.pipeline import (
+    PipelineStage,
+    num_stages,
+    rank_in_engine,
+    tell_all,
+    with_all,
+)
 from attnstore_vllm.connector.support import page_bytes_of, replicas_of, warn_of_order
 from attnstore_vllm.connector.watchers import watchers_of
 from attnstore_vllm.connector.worker import Worker
@@ -61,7 +73,7 @@ from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
-from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, pool_name
+from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, peek, pool_name
 from attnstore_vllm.transfer.pool_files import parts_of
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
 
@@ -89,9 +101,16 @@ def _config(vllm_config: VllmConfig) -> StoreConfig:
 
 
 def geometry_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    config: StoreConfig,
+    stages: Sequence[PipelineStage] = (),
 ) -> Geometry:
-    """The shapes that both sides agree on, each from its own copy of the configuration."""
+    """The shapes that both sides agree on, each from its own copy of the configuration.
+
+    Args:
+        stages: those of stages_of(). Without them the shapes have no room for other stages.
+    """
     groups = groups_of(kv_cache_config)
     is_one = len(groups) == 1
     # Whole blocks, and hits may end where chunks do (index/prefix.py).
@@ -99,12 +118,30 @@ def geometry_of(
         config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
     )
     check_chunks(groups[0], chunk_tokens)
-    return Geometry(
-        num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+    geometry = Geometry(
+        num_ranks=vllm_config.parallel_config.tensor_parallel_size * num_stages(vllm_config),
         regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
         groups=groups,
         chunk_tokens=chunk_tokens,
         replicas=replicas_of(vllm_config, kv_cache_config),
+    )
+    return with_all(geometry, stages) if stages else geometry
+
+
+def stages_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, reason: str | None
+) -> Sequence[PipelineStage]:
+    """The pipeline stages; () where there is one. For workers: see tell_all().
+
+    Args:
+        reason: why this stage cannot be served.
+    """
+    if num_stages(vllm_config) == 1:
+        return ()
+    if reason is not None:
+        return tell_all(PipelineStage(reason))
+    return tell_all(
+        PipelineStage.of(geometry_of(vllm_config, kv_cache_config, _config(vllm_config)))
     )
 
 
@@ -130,15 +167,11 @@ def _open_pool(
             f"dram is {format_size(config.dram_bytes)}, but one chunk of {geometry.chunk_tokens} "
             f"tokens takes {format_size(geometry.slot_bytes)}; ask for more, or lower chunk_tokens"
         )
-    transfer = vllm_config.kv_transfer_config
-    assert transfer is not None
-    assert transfer.engine_id is not None
-    name = pool_name(transfer.engine_id, config.nvme.path)
     num_parts, why_one = parts_of(geometry, num_slots)
     if why_one and member == geometry.num_ranks:
         logger.warning("each rank maps and page-locks the parts of all ranks: %s", why_one)
     return SharedPool(
-        name,
+        _pool_name(vllm_config, config),
         num_slots,
         geometry.slot_bytes,
         num_ranks=geometry.num_ranks,
@@ -146,6 +179,13 @@ def _open_pool(
         near=near,
         num_parts=num_parts,
     )
+
+
+def _pool_name(vllm_config: VllmConfig, config: StoreConfig) -> str:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    return pool_name(transfer.engine_id, config.nvme.path)
 
 
 def gpu_nodes(rank: int, num_ranks: int) -> list[int]:
@@ -165,12 +205,18 @@ def gpu_nodes(rank: int, num_ranks: int) -> list[int]:
     return nodes
 
 
-def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Worker:
-    """The worker side of this process's rank. Raises ConfigError."""
+def build_worker(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, stages: Sequence[PipelineStage] = ()
+) -> Worker:
+    """The worker side of this process's rank. Raises ConfigError, UnsupportedError.
+
+    Args:
+        stages: see geometry_of().
+    """
     end_with_parent()
     config = _config(vllm_config)
-    geometry = geometry_of(vllm_config, kv_cache_config, config)
-    rank = get_tensor_model_parallel_rank()
+    geometry = geometry_of(vllm_config, kv_cache_config, config, stages)
+    rank = rank_in_engine(vllm_config)
     nodes = gpu_nodes(rank, geometry.num_ranks)
     if rank == 0:
         warn_of_order(_outer())
@@ -214,7 +260,7 @@ def build_worker(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Wor
         is_alone=_is_alone(),
         rotations=None if config.truncation is None else rotations,
         page=page,
-        weights=live.look,
+        weights=live.tell,
         own_files=live.own_files,
     )
 
@@ -241,14 +287,15 @@ def _is_alone() -> bool:
 def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Scheduler:
     """The scheduler side, with the store. Raises ConfigError, UnsupportedError."""
     config = _config(vllm_config)
-    geometry = geometry_of(vllm_config, kv_cache_config, config)
+    geometry = _with_stages_of_workers(
+        vllm_config, config, geometry_of(vllm_config, kv_cache_config, config)
+    )
     with ExitStack() as undo:  # a failed start leaves no lock to one that this process tries next
         lock = lock_directory(config.nvme.path, parent_pid())
         undo.callback(os.close, lock)
         pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
         undo.callback(pool.close)
-        zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
-        scheduler = _scheduler(vllm_config, config, geometry, pool, lock, zeroes=zeroes)
+        scheduler = _scheduler(vllm_config, kv_cache_config, config, geometry, pool, lock)
         undo.pop_all()
     end_with_parent(scheduler.flush, str(config.nvme.path))
     return scheduler
@@ -256,14 +303,12 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 
 def _scheduler(
     vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
     config: StoreConfig,
     geometry: Geometry,
     pool: SharedPool,
     lock: int,
-    *,
-    zeroes: bool,
 ) -> Scheduler:
-    """Args: zeroes: see facts_of()."""
     ranks = _ranks(pool, geometry.num_ranks)
     pool.keep(min(r.slots for r in ranks))
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
@@ -274,7 +319,7 @@ def _scheduler(
     codec = _codec(config, geometry, ranks)
     slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
     info = own_version(), vllm.__version__, disk, config.eviction
-    engine = facts_of(vllm_config, geometry, ranks, info, zeroes=zeroes)
+    engine = facts_of(vllm_config, kv_cache_config, geometry, ranks, info)
     asks_remote = strategy_for(engine.needs).asks_remote
     tiers = _remote_tiers(config, geometry, namespace, pool, asks=asks_remote)
     comparison = comparison_of(config.audit, geometry, ranks, engine)
@@ -292,7 +337,10 @@ def _scheduler(
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler
     media = MediaNames(
-        read_media, counted=counts_media(vllm_config), why_not=why_no_media(vllm_config)
+        read_media,
+        counted=counts_media(vllm_config),
+        why_not=why_no_media(vllm_config),
+        by_adapter=encodes_by_adapter(vllm_config),
     )
     board = _board(vllm_config)
     scheduler = make(store, geometry, names, config, engine, lock=lock, media=media, board=board)
@@ -378,18 +426,28 @@ def _board(vllm_config: VllmConfig) -> Board | None:
 def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:
     """The description that each has published. Raises UnsupportedError where one has not, or
     cannot."""
-    ranks = []
-    for rank in range(num_ranks):
-        description = pool.description(rank)
-        if description is None:
-            raise UnsupportedError(
-                f"rank {rank} has not said what its KV looks like; its log says why, or this vLLM "
-                "makes its connectors in an order that AttnStore does not know"
-            )
-        if REFUSAL in description:
-            raise UnsupportedError(f"rank {rank} cannot: {description[REFUSAL]}")
-        ranks.append(RankDescription.of_json(description))
-    return ranks
+    return [_rank(rank, pool.description(rank)) for rank in range(num_ranks)]
+
+
+def _rank(rank: int, description: dict[str, Any] | None) -> RankDescription:
+    if description is None:
+        raise UnsupportedError(
+            f"rank {rank} has not said what its KV looks like; its log says why, or this vLLM "
+            "makes its connectors in an order that AttnStore does not know"
+        )
+    if REFUSAL in description:
+        raise UnsupportedError(f"rank {rank} cannot: {description[REFUSAL]}")
+    return RankDescription.of_json(description)
+
+
+def _with_stages_of_workers(
+    vllm_config: VllmConfig, config: StoreConfig, geometry: Geometry
+) -> Geometry:
+    """The scheduler side's shapes, with room for all pipeline stages. Raises UnsupportedError."""
+    if num_stages(vllm_config) == 1:
+        return geometry
+    first = _rank(0, peek(_pool_name(vllm_config, config), 0))
+    return replace(geometry, stages=first.stages, replicas=first.replicas)
 
 
 def _codec(
@@ -408,7 +466,7 @@ def _codec(
             f"nvme.codec is {codec.name}, which cannot keep this model's KV: {why}. "
             "Set lossless or none"
         )
-    units = geometry.num_ranks // geometry.replicas * geometry.num_layers
+    units = geometry.num_ranks // geometry.replicas * geometry.most_layers
     shape = PayloadShape(
         page.dtype,
         units,

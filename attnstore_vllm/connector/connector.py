@@ -28,8 +28,9 @@ from attnstore_vllm.connector.build import (
     build_scheduler,
     build_worker,
     reason_of_chunks,
+    stages_of,
 )
-from attnstore_vllm.connector.compat import hit_sources
+from attnstore_vllm.connector.compat import hit_sources, is_of_a_pause
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
 from attnstore_vllm.connector.support import (
@@ -52,7 +53,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -140,8 +141,12 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 _SERVING[self._engine_id()] = self
                 if self.scheduler.events is not None:  # else a step calls no hook of ours for it
                     self.take_events = self.scheduler.events.take
-        elif _reason_to_idle(vllm_config, kv_cache_config) is None:
-            self.worker = self._begin(build_worker, vllm_config, kv_cache_config)
+            return
+        reason = _reason_to_idle(vllm_config, kv_cache_config)
+        stages = stages_of(vllm_config, kv_cache_config, reason)
+        if reason is None:
+            build = partial(build_worker, stages=stages)
+            self.worker = self._begin(build, vllm_config, kv_cache_config)
 
     def _begin(
         self,
@@ -179,6 +184,11 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         check_early(extra_config)
         return False
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Yes; vLLM 0.33 asks. Before it, a sleep waits for the device, and so for our copies."""
+        return True
+
     # ---- worker side -------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -203,6 +213,16 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             partial(self._live_facts, worker),
             LiveAdapters.of(outermost(self._layers(worker).values())),
         )
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to unmap its KV cache. Idempotent, as the next."""
+        if self.worker is not None:
+            self.worker.release_kv()
+
+    def restore_kv_caches(self) -> None:
+        """It is mapped again, with other content. Raises UnsupportedError if it is elsewhere."""
+        if self.worker is not None:
+            self.worker.restore_kv()
 
     def _layers(self, worker: Worker) -> dict[str, Any]:
         return attention_layers(self._vllm_config, worker.geometry)
@@ -338,7 +358,9 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler is not None and self.scheduler.any_open()
 
     def reset_cache(self) -> bool | None:
-        return self.scheduler.reset() if self.scheduler is not None else True
+        if self.scheduler is None:
+            return True
+        return self.scheduler.pause() if is_of_a_pause() else self.scheduler.reset()
 
     # ---- both --------------------------------------------------------------------------
 

@@ -15,37 +15,44 @@ from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 
 
 def facts_of(
     vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
     geometry: Geometry,
     ranks: Sequence[RankDescription],
     info: tuple[str, ...],
-    *,
-    zeroes: bool,
 ) -> EngineFacts:
     """The facts of this engine.
 
     Args:
         ranks: what each has said of itself.
         info: see EngineFacts.
-        zeroes: vLLM writes zeros to blocks that change hands, before any hook of ours.
     """
     rows = [rank.rows for rank in ranks]
     are_alone = all(rank.is_alone for rank in ranks)
+    needs = needs_of(geometry)
+    # vLLM writes zeros to blocks that change hands, before any hook of ours.
+    zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
+    cuts = _cuts_hits(kv_cache_config)
+    why_not_cut = "vLLM may take a part of what is moved" if cuts else None
     scheduler = vllm_config.scheduler_config
     return EngineFacts(
-        needs=needs_of(geometry),
+        needs=needs,
         ahead=tokens_ahead(vllm_config),
-        why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), None),
+        why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), why_not_cut),
         step_tokens=scheduler.max_num_batched_tokens,
         replays=_replays(vllm_config),
+        # A state has the tokens that it has: to ask for one less would lose it.
+        leaves=1 if None in rows or needs else _leaves(vllm_config),
         in_lockstep=_is_in_lockstep(vllm_config),
         by_priority=scheduler.policy == "priority",
         overcounts_drafts=_overcounts_drafts(vllm_config),
+        cuts_hits=cuts,
         rows=None if None in rows else min(row for row in rows if row is not None),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
         gives_blocks_away=not zeroes and (None in rows or are_alone),
@@ -54,6 +61,13 @@ def facts_of(
         serves_adapters=_serves_adapters(vllm_config, geometry),
         info=info,
     )
+
+
+def _cuts_hits(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM may take less than it is offered: where a group's last window is computed again
+    behind each hit, it lets hits end with whole blocks (Scheduler.schedule() of vLLM 0.32)."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return any(getattr(spec, "prefix_replay_tokens", 0) > 0 for spec in specs)
 
 
 def _computes_again(vllm_config: VllmConfig) -> bool:
@@ -104,3 +118,14 @@ def _replays(vllm_config: VllmConfig) -> Callable[[Collection[int]], bool]:
         return lambda _: True
     decoding = 1 + vllm_config.num_speculative_tokens  # only steps that prefill nothing
     return lambda counts: max(counts, default=0) <= decoding
+
+
+def _leaves(vllm_config: VllmConfig) -> int:
+    """Tokens that a long load leaves to compute, at least.
+
+    One alone runs as a decode does, in a graph of the whole pass, which calls no hook and so waits
+    for all layers. Two do not, where only decodes have such graphs, and no drafts: then each layer
+    is waited for by itself.
+    """
+    replays = _replays(vllm_config)
+    return 2 if replays([1]) and not replays([2]) else 1

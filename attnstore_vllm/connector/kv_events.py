@@ -235,4 +235,11 @@ def teller_of(
             "of all tokens, so that blocks alone do not say what a request finds"
         )
         return None
+    if getattr(vllm_config, "num_hash_lookahead_tokens", 0):
+        # vLLM 0.33 has such hashes for drafts, and none where there is a connector.
+        logger.warning(
+            "AttnStore publishes no KV events of its tiers: vLLM names blocks by tokens behind "
+            "them too, which what is stored does not know"
+        )
+        return None
     return VllmTeller(vllm_config, geometry.block_tokens, namespace)

@@ -126,3 +126,9 @@ def counts_media(vllm_config: VllmConfig) -> bool:
         and media.mm_processor_cache_gb == 0
         and not vllm_config.cache_config.enable_prefix_caching
     )
+
+
+def encodes_by_adapter(vllm_config: VllmConfig) -> bool:
+    """Whether adapters have weights in the encoder, so that its output is the adapter's too."""
+    lora = vllm_config.lora_config
+    return bool(getattr(lora, "enable_tower_connector_lora", False))

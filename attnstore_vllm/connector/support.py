@@ -2,7 +2,7 @@
 """Checks of what the store can serve: which version, which interface, which models and shapes.
 
 A model that the store cannot serve runs as without it, with one warning: the model is what the
-user came for. A way of starting vLLM that it cannot serve (pipeline parallelism and such) is
+user came for. A way of starting vLLM that it cannot serve (context parallelism and such) is
 refused: that is the user's to change.
 """
 
@@ -79,15 +79,14 @@ def check_start(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError for a way of starting vLLM that the store cannot serve."""
     parallel = vllm_config.parallel_config
     for name, size in (
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1)),
         ("--nnodes", getattr(parallel, "nnodes", 1)),
     ):
         if size > 1:
             raise UnsupportedError(
-                f"{name} is {size}; AttnStore supports 1. Use --tensor-parallel-size on one "
-                "machine, or start vLLM without --kv-transfer-config"
+                f"{name} is {size}; AttnStore supports 1. Use --tensor-parallel-size or --pipeline-"
+                "parallel-size on one machine, or start vLLM without --kv-transfer-config"
             )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":
@@ -139,7 +138,7 @@ def reason_to_idle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
 
 def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
     groups = kv_cache_config.kv_cache_groups
-    if not groups:
+    if not any(group.layer_names for group in groups):
         return "it keeps no KV"
     if len(groups) > 1:
         return _reason_of_several(kv_cache_config)

@@ -44,10 +44,9 @@ def _sizes(
 ) -> dict[str, int | float | bool]:
     """The part of a machine file that is not measured."""
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-    block_bytes = geometry.num_ranks // geometry.replicas * geometry.block_bytes
     return {
         "kv_bytes_per_token": round(geometry.token_bytes()),
-        "hbm": (cache.num_gpu_blocks or 0) * block_bytes,
+        "hbm": (cache.num_gpu_blocks or 0) * geometry.all_block_bytes,
         "dram": config.dram_bytes,
         "nvme": config.nvme.capacity_bytes,
         "max_num_seqs": scheduler.max_num_seqs,

@@ -56,7 +56,7 @@ class Worker:
             cannot be.
         page: says where K and V are, given such a block of the one group; None: it is not asked
             for. Raises UnsupportedError.
-        weights: looks at them.
+        weights: looks at them, and says their name (LiveWeights.tell).
         own_files: see identity/weights.py.
     """
 
@@ -72,10 +72,10 @@ class Worker:
         is_alone: bool = True,
         rotations: Callable[[Sequence[torch.Tensor]], list[Rotation]] | None = None,
         page: Callable[[torch.Tensor], KvPage] | None = None,
-        weights: Callable[[], Seen] = lambda: Seen.SAME,
+        weights: Callable[[], tuple[Seen, bytes | None]] = lambda: (Seen.SAME, None),
         own_files: str | None = None,
     ) -> None:
-        self._weights = weights
+        self.look_at_weights = weights
         self._own_files = own_files
         self._read_rotations = rotations
         self._page = page
@@ -93,6 +93,8 @@ class Worker:
         # vLLM copies states that change hands after the hook of begin_step().
         self._marks = all(group.reach != Reach.STATE.value for group in geometry.groups)
         self._engine: CopyEngine | None = None
+        self._kv: dict[str, tuple[torch.Tensor, int]] = {}
+        """vLLM's KV tensors, and the addresses that copies go by, by layer."""
         self._ahead: MapAhead | None = None
         self._stats = StepStats()
         self._plan = StepPlan()
@@ -147,6 +149,7 @@ class Worker:
         engine = self._engine = self._make_engine(first.device, layouts)
         self.loads = Loads(engine, len(layouts))
         self._saves = Saves(engine, len(layouts), queue_blocks=engine.num_rows)
+        self._kv = {name: (kv_caches[name], kv_caches[name].data_ptr()) for name in self._regions}
         axes, strides = order_of_axes(first)
         self.pool.publish(
             self.rank,
@@ -162,6 +165,7 @@ class Worker:
                     kernel=kernel,
                     live=tuple(sorted(facts.items())),
                     others=_digest(tensors, every) if len(kinds) > 1 else "",
+                    layers=_digest_names(self._regions) if self.geometry.stages else "",
                 ),
                 rows=engine.num_rows if engine.overlaps else None,
                 # CudaEngine has those that the driver has page-locked.
@@ -172,6 +176,8 @@ class Worker:
                 why_not_moved=why_not or getattr(engine, "why_not_moved", None),
                 page=page,
                 why_no_page=why_no_page,
+                stages=self.geometry.stages,
+                replicas=self.geometry.replicas,
             ).to_json(),
         )
 
@@ -191,6 +197,25 @@ class Worker:
     def refuse(self, reason: str) -> None:
         """Tell the scheduler side that this rank cannot work with the store, and why."""
         self.pool.refuse(self.rank, reason)
+
+    def release_kv(self) -> None:
+        """vLLM is about to take its KV out of the device's memory, between two steps: return when
+        no copy that was begun reads or writes it. DRAM keeps what it has."""
+        if self._engine is not None:
+            self.loads.complete()
+            self._saves.complete()
+
+    def restore_kv(self) -> None:
+        """vLLM's KV is in the device's memory again, with other content.
+
+        Raises: UnsupportedError if it is somewhere else: copies go by its addresses.
+        """
+        for name, (kv, address) in self._kv.items():
+            if kv.data_ptr() != address:
+                raise UnsupportedError(
+                    f"layer {name}: its KV was at {address:#x}, and since the server woke up it is "
+                    f"at {kv.data_ptr():#x}; AttnStore copies by address. Start the server again"
+                )
 
     def _find_rotations(
         self, kv_caches: Mapping[str, torch.Tensor], layouts: Sequence[LayerLayout]
@@ -367,8 +392,14 @@ class Worker:
             self._waited_s,
             self._measured,
             {lora_id: {self.rank: told} for lora_id, told in adapters.items()},
-            self._weights() if self._plan.looks_at_weights else Seen.NOTHING,
+            *self._look(),
         )
+
+    def _look(self) -> tuple[Seen, dict[int, bytes | None]]:
+        if not self._plan.looks_at_weights:
+            return Seen.NOTHING, {}
+        seen, name = self.look_at_weights()
+        return seen, {self.rank: name}
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""
@@ -381,6 +412,7 @@ class Worker:
             self._saves.close()
             self._engine.close()
             self._engine = None
+            self._kv.clear()
         if self._ahead is not None:
             self._ahead.close()
         self.pool.close()
@@ -417,6 +449,10 @@ def _facts_of(tensor: torch.Tensor, layout: LayerLayout) -> tuple[Any, ...]:
 def _digest(tensors: Sequence[torch.Tensor], layouts: Sequence[LayerLayout]) -> str:
     facts = list(map(_facts_of, tensors, layouts))
     return blake3(json.dumps(facts).encode()).hexdigest()
+
+
+def _digest_names(layers: Mapping[str, int]) -> str:
+    return blake3(json.dumps(list(layers.items())).encode()).hexdigest()
 
 
 def _name_of(device: torch.device) -> str:

@@ -78,7 +78,7 @@ class _Look:
 
 
 class LiveWeights:
-    """Sees whether the weights of models have changed. Keeps no copy of them.
+    """Sees whether the weights of models have changed, and names what they are now. Keeps no copy.
 
     Cost: reads them once at start and once for each question: at the memory's speed on a GPU, at
     about 10 GB/s on the CPU, where most are packed and told by the object that has them.
@@ -88,21 +88,38 @@ class LiveWeights:
         self, find: Callable[[], Sequence[nn.Module]], own_files: Callable[[nn.Module], str | None]
     ) -> None:
         self.own_files: str | None = "its model was not found in a worker"
+        self.name: bytes | None = None
+        """Names the weights of the last look. Empty: those of the start; else it is made of their
+        content. None: no content tells them from others."""
         self._models: Sequence[nn.Module] = ()
-        self._seen: _Look | None = None
         try:
             self._models = find()
             self.own_files = next(filter(None, map(own_files, self._models)), None)
         except UnsupportedError as error:
             self._say(str(error))
-        self._seen = self._look()
+        self._seen = self._first = self._look()
+        self._note()
 
     def look(self) -> Seen:
         """Whether they have changed since the last look, or since the start."""
         before, self._seen = self._seen, self._look()
+        self._note()
         if before is None or self._seen is None:
             return Seen.UNKNOWN
         return Seen.SAME if self._seen.is_same(before) else Seen.CHANGED
+
+    def tell(self) -> tuple[Seen, bytes | None]:
+        """look(), and the name."""
+        return self.look(), self.name
+
+    def _note(self) -> None:
+        now, first = self._seen, self._first
+        if now is None or first is None:
+            self.name = None
+        elif now.is_same(first):
+            self.name = b""
+        else:  # an object of a kernel says that its weight is another one, and not which
+            self.name = None if now.packed else now.digest
 
     def _look(self) -> _Look | None:
         if not self._models:

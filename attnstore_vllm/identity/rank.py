@@ -7,8 +7,9 @@ are, so a new one cannot be forgotten. Those of RankDescription say how the rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 REASON_MAX = 500
@@ -37,12 +38,15 @@ class KvFacts:
     """See identity/live_facts.py."""
     others: str = ""
     """Digest of these facts of each layer's tensor, where not all are of one kind."""
+    layers: str = ""
+    """Digest of its layers' names, where a pipeline has several stages."""
 
     def facts(self) -> dict[str, Any]:
-        """For the namespace: with layers of one kind as it always was."""
+        """For the namespace: with one stage, and layers of one kind, as it always was."""
         found = asdict(self)
-        if not self.others:
-            del found["others"]
+        for name in ("others", "layers"):
+            if not found[name]:
+                del found[name]
         return found
 
 
@@ -79,9 +83,12 @@ class RankDescription:
     """Where K and V are in a page, if a codec has to know."""
     why_no_page: str | None = None
     """Why that cannot be said."""
+    stages: tuple[tuple[int, ...], ...] = ()
+    """See Geometry."""
+    replicas: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
+        found = asdict(self) | {"stages": [_runs(stage) for stage in self.stages]}
         for name in ("own_files", "why_not_moved", "why_no_page"):
             reason = found[name]
             if reason is not None and len(reason) > REASON_MAX:
@@ -95,8 +102,18 @@ class RankDescription:
         if page is not None:
             sides = {name: tuple(page[name]) for name in ("key", "value")}
             rest["page"] = KvPage(**dict(page) | sides)
+        rest["stages"] = tuple(map(_regions_of, found["stages"]))
         kv = dict(rest.pop("kv"))
         kv["live"] = tuple((str(name), str(value)) for name, value in kv["live"])
         for name in ("shape", "axes", "strides"):
             kv[name] = tuple(kv[name])
         return cls(KvFacts(**kv), **rest)
+
+
+def _runs(regions: Sequence[int]) -> list[list[int]]:
+    """Bytes of a page, and of how many regions in a row: a rank has little room."""
+    return [[page_bytes, len(list(some))] for page_bytes, some in groupby(regions)]
+
+
+def _regions_of(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(page_bytes for page_bytes, count in runs for _ in range(count))

@@ -60,12 +60,29 @@ class Weights:
     def __init__(self, namespace: bytes, digest: Digest | bytes) -> None:
         self._base = namespace
         self._digest = digest
+        self._salt = secrets.token_bytes(32)
+        self._live = b""
+        """Names weights that came after the start; empty: they are those of the files."""
 
     @property
     def namespace(self) -> bytes | None:
         """The fingerprint that all keys begin with; None: it is not known yet whose KV it is."""
         found = self._digest.value if isinstance(self._digest, Digest) else self._digest
-        return None if found is None else blake3(self._base + found).digest()
+        return None if found is None else blake3(self._base + found + self._live).digest()
+
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        """These are in memory from now on. What no file has gets a name that no other process
+        finds: this one alone sees whether KV is of them.
+
+        Args:
+            live: by rank (LiveWeights.name).
+        """
+        if not live or None in live.values():
+            self._live = secrets.token_bytes(32)
+        elif any(live.values()):
+            self._live = blake3(self._salt + repr(sorted(live.items())).encode()).digest()
+        else:
+            self._live = b""
 
     def close(self) -> None:
         if isinstance(self._digest, Digest):

@@ -280,6 +280,11 @@ def no_ends(pieces: Sequence[Piece], grain: int) -> list[Piece]:
     return [piece for piece in pieces if not piece.has_end(grain)]
 
 
+def in_place(pieces: Sequence[Piece]) -> list[Piece]:
+    """Those of the spine that are not moved."""
+    return [piece for piece in pieces if piece.group == 0 and piece.first is None]
+
+
 def has_come(pieces: Sequence[Piece]) -> bool:
     """Whether all of them are READY in DRAM, or one never will be."""
     chunks = [piece.chunk for piece in pieces]

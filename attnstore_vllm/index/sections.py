@@ -190,6 +190,30 @@ def _back(
     return sections, stop
 
 
+def backed(
+    index: PrefixIndex,
+    sequence: SequenceKeys,
+    needs: Sequence[Need],
+    spine: Sequence[Piece],
+    start: int,
+    stop: int,
+    is_there: Callable[[Chunk], bool],
+) -> list[Piece]:
+    """The pieces of all groups for a hit of the tokens [start, stop), no more and no fewer; empty
+    if a group lacks something of them. Any `stop` will do: a farther one was offered.
+
+    Args:
+        needs, spine, start, is_there: see fit(); without a spine where walks() says so.
+    """
+    kept: list[Piece] = []
+    if not walks(needs):
+        kept = cut(spine, stop, grain=1)
+        if not kept or kept[-1].stop != stop:
+            return []
+    sections, reached = _back(index, sequence, needs, kept, start, stop, is_there)
+    return [*kept, *sections] if reached == stop else []
+
+
 def proven(pieces: list[Piece], ahead: int, grain: int) -> list[Piece]:
     """The pieces without the tokens whose KV hangs on tokens behind the last one that matches.
 

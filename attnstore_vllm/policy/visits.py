@@ -202,6 +202,7 @@ def visit_of(
     ttl_s: float | None = None,
     *,
     ends_cut: bool = False,
+    num_known: int = 0,
 ) -> Visit:
     """The chunks that a request that comes now uses, and by which runs it is remembered.
 
@@ -216,10 +217,11 @@ def visit_of(
             than they have, and not for less: they have the longest ttl of all who used them.
         ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
         ends_cut: of the last of the leading chunks the request has the beginning alone.
+        num_known: chunks of its prompt that need not be computed, with those that are moved.
     """
     before = estimator.arrive(marks, now)
     num_shared = _num_shared(last_runs, before)
-    known = max(before.depth if before is not None else 0, len(last_runs))
+    known = max(before.depth if before is not None else 0, len(last_runs), num_known)
     turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
     gap_s = now - before.since if before is not None else None
     is_fresh = 2 * (len(marks) - known) > len(marks)
@@ -290,6 +292,17 @@ def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
         if run is None or not (run.is_shared or run.number != own):
             return number
     return len(last_runs)
+
+
+def moved_run(run: Run, visit: Visit, now: float) -> Run:
+    """The run of chunks of this one that a request of this visit takes to other positions. They
+    stay of their conversation, and are kept as long as the longest of both said."""
+    lease, own = run.lease, visit.own.lease
+    if lease is not None and own is not None:
+        own = Lease(max(lease.ttl_s, own.ttl_s), max(lease.expires, own.expires))
+    priority = max(run.priority, visit.shared.priority)
+    lease = None if lease is None else own
+    return replace(run, since=now, is_shared=True, priority=priority, lease=lease)
 
 
 def answer(run: Run, num_tokens: int, estimator: ReturnEstimator) -> None:

@@ -33,6 +33,8 @@ from attnstore_vllm.types import Cause, Clock
 
 BEYOND_MAX = 64
 """Pieces beyond DRAM that one decision looks at: how many there are is for clients to say."""
+LONG_LOAD_S = 0.001
+"""A load that takes less hides no pass."""
 
 
 class Costs:
@@ -43,6 +45,7 @@ class Costs:
         computes_if_sooner: else what is stored is loaded, even if that is slower.
         ahead_layers: of the model, where loads run beside it; else 0.
         step_tokens: what a step computes of one prompt, at most.
+        leaves: tokens that a long load leaves to compute, at least (EngineFacts).
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Costs:
         *,
         ahead_layers: int = 0,
         step_tokens: int = 1 << 30,
+        leaves: int = 1,
         clock: Clock = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -65,6 +69,7 @@ class Costs:
         self._loads = LoadRate()
         self.ahead_layers = ahead_layers
         self._step_tokens = step_tokens
+        self._leaves = leaves
 
     # ---- steps -------------------------------------------------------------------------
 
@@ -93,6 +98,11 @@ class Costs:
         return found
 
     # ---- decisions ---------------------------------------------------------------------
+
+    def leaves(self, num_bytes: int) -> int:
+        """Tokens that a load of so many bytes, of one rank, leaves to compute, at least."""
+        is_long = self._loads.is_known and self._loads.seconds(num_bytes) >= LONG_LOAD_S
+        return self._leaves if is_long else 1
 
     def computing_s(self, start: int, stop: int) -> float | None:
         """Seconds for tokens [start, stop) of a prompt, on the mean; None before it is known, and

@@ -55,7 +55,7 @@ class GroupCounts:
 
     def __init__(self, geometry: Geometry) -> None:
         self._kinds = [group.reach for group in geometry.groups]
-        self._block_bytes = geometry.num_ranks // geometry.replicas * geometry.block_bytes
+        self._block_bytes = geometry.all_block_bytes
         self._counts = Counter[tuple[str, str]]()
 
     def add(self, name: str, group: int, amount: float) -> None:

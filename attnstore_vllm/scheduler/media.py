@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures, sounds and videos: what of them stands in keys, and in vLLM's own caches.
 
+It is long since the name of an input cannot be told apart from what is read of it.
+
 vLLM names an input by a digest of its content, or by the `uuid` that its client gives. Nothing
 tells the two apart, so a name is not taken for the content: keys hold a digest of what the
 processor has made of the input too. Where that cannot be read, the prompt is left alone from that
@@ -9,6 +11,9 @@ input on.
 vLLM's own caches go by the name alone: its prefix cache, and that of its encoder. A cat's KV there
 would be saved as the dog's that came under the same name. So a name belongs to the first content
 that came under it, in this process. Any other gets an alias before vLLM looks it up.
+
+Where adapters change the encoder, vLLM puts the adapter's name before the input's. A `uuid` may
+look so, too. There a name belongs to the first adapter as well.
 """
 
 from __future__ import annotations
@@ -85,10 +90,17 @@ class _Input:
     content: bytes | None = None
     job: Future[tuple[bytes, bytes]] | None = None
     is_left_alone: bool = False
+    adapter: bytes = b""
+    """That the encoder works with, by its name; empty: none."""
 
     @property
     def is_pending(self) -> bool:
         return self.content is None and not self.is_left_alone
+
+    @property
+    def encoded(self) -> bytes:
+        """Stands for what vLLM's encoder makes of it."""
+        return (self.content or _UNKNOWN) + self.adapter
 
 
 class MediaNames:
@@ -100,6 +112,7 @@ class MediaNames:
         counted: vLLM names inputs by a counter, which begins anew with each process. Names that
             look so are refused in any case: another process may have named the input.
         why_not: no media can be read here, for this reason. None: they can.
+        by_adapter: adapters have weights in the encoder.
     """
 
     def __init__(
@@ -108,11 +121,13 @@ class MediaNames:
         *,
         counted: bool = False,
         why_not: str | None = None,
+        by_adapter: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         self._read = read
         self._counted = counted
         self._why_not = why_not
+        self._by_adapter = by_adapter
         self.clock = clock
         self.left = STEP_BYTES
         """Bytes that this step may still digest."""
@@ -212,21 +227,27 @@ class MediaNames:
         """Whether KV of media is saved here at all."""
         return self._why_not is None and not self._counted
 
+    def adapter_of(self, request: Request) -> bytes:
+        """See _Input.adapter."""
+        lora = request.lora_request
+        return media_name(lora.lora_name) if self._by_adapter and lora is not None else b""
+
     def is_its(self, one: _Input) -> bool:
         """Whether what vLLM has under the input's name is of its content. From now on it is, if
         nothing was."""
         identifier = one.feature.identifier
         if not self.watches_names or not identifier or is_counted(identifier):
             return True  # under such a name nothing is saved
+        if identifier.startswith(self._prefix):
+            return False  # an alias, which its client has from KV events: it is another input's
         one.name = one.name or media_name(identifier)
         if len(self._owners) >= NAMES_MAX and one.name not in self._owners:
             return False
-        own = one.content or _UNKNOWN
-        return self._owners.setdefault(one.name, own) == own
+        return self._owners.setdefault(one.name, one.encoded) == one.encoded
 
     def alias(self, one: _Input) -> str:
         """A name for the input that is its content's alone; no client can guess it."""
-        return f"{self._prefix}{one.name.hex()}-{(one.content or _UNKNOWN).hex()}"
+        return f"{self._prefix}{one.name.hex()}-{one.encoded.hex()}"
 
     def mix(self, name: bytes) -> None:
         """Something else runs under the name from now on."""
@@ -336,7 +357,8 @@ class RequestMedia:
 
     def _see(self) -> None:
         new = self.request.mm_features[len(self._inputs) :]
-        self._inputs += [_Input(feature) for feature in new]
+        adapter = self._names.adapter_of(self.request) if new else b""
+        self._inputs += [_Input(feature, adapter=adapter) for feature in new]
 
     def _advance(self) -> None:
         self._see()

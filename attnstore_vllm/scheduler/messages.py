@@ -69,6 +69,8 @@ class StepReport:
     """Digests of the plan's adapters, by id, by rank; None: not loaded."""
     weights: Seen = Seen.NOTHING
     """The result of a look at them."""
+    live: dict[int, bytes | None] = field(default_factory=dict)
+    """Their names, by rank (LiveWeights.name)."""
 
     def aggregate(self, other: StepReport) -> None:
         """Take in what another rank says of the same step."""
@@ -77,6 +79,7 @@ class StepReport:
         self.freed.update(other.freed)
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
         self.weights = max(self.weights, other.weights)
+        self.live.update(other.live)
         # The slowest rank's: all wait for it.
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         for number, by_rank in other.adapters.items():

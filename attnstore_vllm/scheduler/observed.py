@@ -191,9 +191,7 @@ class ObservedScheduler(Scheduler):
         facts |= {
             "tokens": num_external_tokens,
             "bytes": (blocks + self.stages.blocks_left(request.request_id))
-            * geometry.num_ranks
-            // geometry.replicas
-            * geometry.block_bytes,
+            * geometry.all_block_bytes,
             "computing_forecast_s": self.costs.saved_s(stop - num_external_tokens, stop),
         }
         seen.loads = time.time_ns(), facts
@@ -243,4 +241,4 @@ def _end_wait(seen: Watched) -> None:
 def _end_load(seen: Watched) -> None:
     loads, seen.loads = seen.loads, None
     if loads is not None:
-        seen.add("load", loads[0], loads[1] | {"failed": seen.state.load_failed})
+        seen.add("load", loads[0], loads[1] | {"failed": seen.state.load_failed is not None})

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers: the stored KV that a request gets when vLLM asks, or that it waits for.
 
-It is long since each reason to offer less than is stored is asked here.
+It is long since what a request is offered, and what it takes of that, are one thing.
 
 vLLM asks as often as it has a place for the request and no blocks. Costs decides whether a request
 waits for its KV, loads it or computes it: by how long vLLM's steps take and by what the store says
 of its disk (policy/cost.py). Waits keeps the requests that wait from being looked at more often
 than a step can afford. Held chunks are let go when vLLM plans a step without having taken them.
+
+It is long since what is offered and what of it is taken must be the same thing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Reach
@@ -43,6 +46,7 @@ class Offers:
     Args:
         audits: hits that are computed all the same; None: there are none.
         stages: of loads that are longer than DRAM; None: there are none.
+        cuts_hits: vLLM may take less than it is offered.
     """
 
     def __init__(
@@ -56,9 +60,12 @@ class Offers:
         counts: GroupCounts,
         audits: Audits | None = None,
         stages: Stages | None = None,
+        *,
+        cuts_hits: bool = False,
     ) -> None:
         self._audits = audits
         self._stages = stages
+        self._cuts_hits = cuts_hits
         self._needs = {need.group: need for need in store.needs}
         self.untaken = Untaken(store, geometry.block_tokens)
         self._store = store
@@ -86,6 +93,7 @@ class Offers:
             local: tokens that are in HBM already.
             found: what its first look-up has found just now, of all its tokens.
         """
+        state.withdrawn = None
         last = state.untaken
         if last is not None and last.rest and not (self._stages and self._stages.is_free(state)):
             state.untaken = None  # another load is in parts by now
@@ -112,8 +120,9 @@ class Offers:
             if self._waits.awaits(state):
                 return None, False  # before the answer a look finds what the last one has found
             pieces = None  # a tier may have answered since
-        # One token is left to compute: vLLM needs its logits.
-        stop = max(local, min(request.num_tokens - 1, state.usable_tokens()))
+        # One token is left to compute at least: vLLM needs its logits.
+        left = self._costs.leaves((request.num_tokens - local) * self._rank_token_bytes)
+        stop = max(local, min(request.num_tokens - left, state.usable_tokens()))
         pieces = self._find(state, local, stop) if pieces is None else pieces
         if lookup.asked and self._waits.awaits(state):
             return None, False
@@ -241,13 +250,14 @@ class Offers:
         """The answer to vLLM: it may take what is held, and `rest` in parts."""
         if not held:
             return 0, False
+        keys = state.lookup.keys  # before it may be of another lineage
         if state.finds_moved:
             spine = [piece for piece in held if piece.group == 0]
             self._truncation.offer(state, spine, self.untaken.kv_cache_manager)
         layers_before = self._layers_before(state, held)
         if self._stages and rest:
-            layers_before, self._stages.offered = self._geometry.num_layers, state
-        state.offered = Offered(held, local, layers_before, rest)
+            layers_before, self._stages.offered = self._geometry.most_layers, state
+        state.offered = Offered(held, local, layers_before, keys, rest)
         self._open.append(state)
         return [*held, *rest][-1].stop - local, layers_before > 0
 
@@ -255,10 +265,13 @@ class Offers:
         """How many layers are loaded before the request's first step."""
         if state.moved is not None:  # it fills blocks token by token, before the forward pass
             return 0
+        # For a load in a step that computes, vLLM takes no word that it has failed (_fail()).
+        if self._needs and self._cuts_hits:
+            return self._geometry.num_layers
         # vLLM copies states before it begins a step's loads. And for a load in a request's first
         # step vLLM 0.32 counts one block of each recurrent group too few, and may stop for it.
         if any(need.reach is Reach.STATE for need in self._needs.values()):
-            return self._geometry.num_layers
+            return self._geometry.most_layers
         if not self._costs.ahead_layers:
             return 0
         return self._costs.layers_before(
@@ -270,7 +283,7 @@ class Offers:
         if state.finds_moved:
             return None
         layers = self._layers_before(state, held)
-        return self._costs.ahead_s(sum(self._load_bytes(held)), layers, self._geometry.num_layers)
+        return self._costs.ahead_s(sum(self._load_bytes(held)), layers, self._geometry.most_layers)
 
     def _load_bytes(self, held: Sequence[Piece]) -> tuple[int, int]:
         """A rank's, of a load and of those that may be before it."""
@@ -281,18 +294,22 @@ class Offers:
     def take(self, state: RequestState, tables: Tables, num_tokens: int, stats: StepStats) -> bool:
         """vLLM takes so many tokens of the offer, for these blocks: their load is planned.
 
+        It may take fewer than it was offered, or take them in a later step. It skips just as many
+        in every layer: so what does not back that very length is a load that has failed.
+
         Returns whether it is carried out before the request's first step.
+        Raises: UnsupportedError, for a length that nothing backs, in a step that computes.
         """
-        offered, state.offered = state.offered, None
-        assert offered is not None, "vLLM takes what was not offered"
+        offered = self.part_taken(state, num_tokens)
+        if not offered.pieces:
+            return self._fail(state, offered, num_tokens, stats)
         start, stop = offered.start, offered.start + num_tokens
         sections = [piece for piece in offered.pieces if piece.group]
         spine = offered.pieces[: len(offered.pieces) - len(sections)]
         rest = [piece for piece in offered.rest if piece.start < stop]
         now = rest[0].start if rest else stop  # the others are loaded in parts
-        used = [piece for piece in spine if piece.start < now]
+        used = pieces_before(spine, now)
         assert used and [*used, *rest][-1].stop >= stop, "vLLM takes more than was offered"
-        assert not self._needs or used[-1].stop == stop, "sections back no shorter hit"
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]
         planned = plan_groups([*used, *sections], tables, now, self._geometry)
@@ -307,6 +324,8 @@ class Offers:
             self._store.release(piece.chunk for piece in spine[len(used) :])
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
+        loaded = (*used, *rest, *sections, *states)
+        self._store.pin(loaded, state.request.num_prompt_tokens, state.hints.terms.pin_s)
         sources = self._costs.count_loaded(stats, used, start, now)
         state.counted.sources = dict(sources + self._store.tiers(rest, now))
         if moved:  # tokens count once, not once a group
@@ -345,6 +364,47 @@ class Offers:
             self._truncation.taken(state, used, stop)
         return offered.layers_before > 0
 
+    def part_taken(self, state: RequestState, num_tokens: int) -> Offered:
+        """The offer, as far as vLLM takes it; without pieces if none back just that."""
+        held, offered = state.offered, state.offered or state.withdrawn
+        assert offered is not None, "vLLM takes what was never offered"
+        state.offered = state.withdrawn = None
+        stop = offered.start + num_tokens
+        if held is not None:
+            # Of one group with all tokens a shorter part is backed by what backs the whole.
+            if stop == held.stop or (stop < held.stop and not self._needs):
+                return held
+            if self._stages and held.rest:
+                self._stages.offered = None
+        elif state.adapter is None or state.lookup.keys is not offered.keys:
+            return offered  # it is of another adapter, or another session, by now
+        pieces = self._store.hold_exactly(offered.pieces, offered.keys, offered.start, stop)
+        self._store.release(piece.chunk for piece in offered.pieces)
+        return replace(offered, pieces=pieces, rest=[])
+
+    def _fail(
+        self, state: RequestState, offered: Offered, num_tokens: int, stats: StepStats
+    ) -> bool:
+        """Nothing backs what vLLM takes: it is told so by the workers, as of a copy that has
+        failed, and computes the request."""
+        name = state.request.request_id
+        if not offered.layers_before:
+            raise UnsupportedError(
+                f"vLLM has taken {num_tokens} stored tokens of request {name} from token "
+                f"{offered.start} on, which is not what it was offered, and not all layers have "
+                "KV for just so many. It computes in the same step, and would give a wrong "
+                "answer: so the engine stops. Please report it, with vLLM's version and model"
+            )
+        self._plans.load(
+            name, [], (), num_partial=0, layers_before=offered.layers_before, has_failed=True
+        )
+        stats.add("recomputations", Cause.LOST, 1)
+        state.load_failed, state.counted.sources = Cause.LOST, {}
+        state.waiting.deadline, state.computing.first = None, offered.start + num_tokens
+        state.untaken = None
+        state.forget_matches()
+        return True
+
     def _count_loaded(self, pieces: Iterable[Piece], stop: int) -> None:
         for piece in pieces:
             size = self._geometry.groups[piece.group].block_tokens
@@ -357,7 +417,7 @@ class Offers:
         self._store.release(piece.chunk for piece in state.offered.pieces)
         if self._stages and state.offered.rest:
             self._stages.offered = None
-        state.offered = None
+        state.withdrawn, state.offered = replace(state.offered, pieces=[], rest=[]), None
         self._truncation.withdraw(state)
 
     def end_schedule(self, stats: StepStats, *, is_empty: bool) -> None:
@@ -374,6 +434,14 @@ class Offers:
         if self._stages and (waited_for := self._stages.go_on(stats)):
             self._waits.note(waited_for)
         self._waits.end_step(is_empty=is_empty)
+
+
+def pieces_before(pieces: Sequence[Piece], stop: int) -> list[Piece]:
+    """The pieces, of which the last may be longer, up to token `stop`."""
+    kept = [piece for piece in pieces if piece.start < stop]
+    if kept and kept[-1].stop > stop:
+        kept[-1] = replace(kept[-1], stop=stop)
+    return kept
 
 
 def has_all(held: Sequence[Piece], pieces: Sequence[Piece]) -> bool:

@@ -110,12 +110,13 @@ class OpenPlans:
         layers_before: int,
         has_more: bool = False,
         missing: tuple[int, ...] = (),
+        has_failed: bool = False,
     ) -> int:
         """The held `chunks` are loaded; released when all ranks have done so. Returns the plan's
         number.
 
         Args:
-            has_more, missing: see LoadPlan.
+            has_more, missing, has_failed: see LoadPlan.
         """
         self.load_is_void(request_id)  # a former one, of blocks that it has lost
         plan = LoadPlan(
@@ -127,6 +128,7 @@ class OpenPlans:
             moves,
             has_more=has_more,
             missing=missing,
+            has_failed=has_failed,
         )
         self._plan.loads.append(plan)
         found = self._add(plan, Flow.LOAD, chunks)

@@ -68,8 +68,8 @@ def why_computed(state: RequestState) -> Cause | None:
     """Why its prompt, or the rest of it, was computed; None: as good as nothing was, or it has
     ended before it had an answer."""
     counted = state.counted
-    if state.load_failed:
-        return Cause.COPY_FAILED
+    if state.load_failed is not None:
+        return state.load_failed
     if counted.why_computed is not None or not counted.offered:
         return counted.why_computed
     return counted.why_short if num_computed(state) > MIN_LOAD_TOKENS else None

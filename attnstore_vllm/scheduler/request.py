@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.chunk import Chunk, InTier
@@ -82,8 +82,14 @@ class Offered:
     start: int
     layers_before: int
     """How many layers are in HBM before its first step; 0: loaded in it."""
+    keys: SequenceKeys
+    """Keys of the tokens that they were found by."""
     rest: list[Piece] = field(default_factory=list)
     """Pieces behind the held ones, which are loaded in parts (stages.py)."""
+
+    @property
+    def stop(self) -> int:
+        return [*self.pieces, *self.rest][-1].stop
 
 
 class AuditedPiece(NamedTuple):
@@ -144,6 +150,8 @@ class Computing:
     """The states at the end of its prompt's last block."""
     junctions: tuple[int, ...] = ()
     """The places where its prompt parts from what vLLM and the store have, in whole blocks."""
+    has_parted: bool = False
+    """It parts there behind what it loads."""
     sections: tuple[tuple[Chunk, Need], ...] = ()
     """Sections of groups beside the spine: those that its last load used, and that it left
     since."""
@@ -207,10 +215,12 @@ class RequestState:
     """The question to the workers about its adapter, since it came or lost its blocks."""
     waiting: Waiting = field(default_factory=Waiting)
     offered: Offered | None = None
+    withdrawn: Offered | None = None
+    """The last offer without what was held, until vLLM asks again: it may still take it."""
     untaken: Answered | None = None
     """Its last answer, as long as vLLM has given it no blocks."""
-    load_failed: bool = False
-    """The device failed a copy: what is left is computed."""
+    load_failed: Cause | None = None
+    """Why a load has failed: what is left is computed."""
     computing: Computing = field(default_factory=Computing)
     counted: Counted = field(default_factory=Counted)
     approximate: str | None = None
@@ -301,9 +311,19 @@ class RequestState:
     def be_of(self, adapter: bytes | None) -> None:
         """From now on its KV is computed with this adapter; None: with one that is not known."""
         if adapter != self.adapter:
-            self.adapter, self._root, self._lookup = adapter, None, None
-            self._other, self.untaken = (None, None), None
-            self.waiting.coming = ()
+            self.adapter = adapter
+            self._forget_names()
+
+    def be_of_weights(self, namespace: bytes) -> None:
+        """From now on its KV is computed with weights that this names."""
+        if namespace != self.namespace:
+            self.namespace = namespace
+            self._forget_names()
+
+    def _forget_names(self) -> None:
+        self._root = self._lookup = None
+        self._other, self.untaken = (None, None), None
+        self.waiting.coming = ()
 
     @property
     def root(self) -> Key:
@@ -375,9 +395,12 @@ def list_of(token_ids: Sequence[int]) -> Sequence[int]:
     return held if isinstance(held, list) else token_ids
 
 
-def brings_kv(params: dict[str, Any] | None) -> bool:
-    """Whether another connector brings its KV from elsewhere. It does not wait for ours."""
-    return bool(params and params.get("do_remote_prefill"))
+def brings_kv(params: object) -> bool:
+    """Whether another connector brings its KV from elsewhere. It does not wait for ours.
+
+    Args: params: kv_transfer_params, which a client may send of any type (vllm_xargs).
+    """
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
 
 
 def bypasses(request: Request) -> bool:

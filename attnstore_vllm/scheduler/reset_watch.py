@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager
 from attnstore_vllm.types import Seen
 
-logger = logging.getLogger(__name__)
+
+class LookResult(Enum):
+    """The result of a look at the weights."""
+
+    NOTHING_NEW = "they are what they were, or no worker has looked"
+    OTHERS = "others; all that is stored was computed by the weights that name it"
+    IN_DOUBT = "others, or it cannot be told; what was saved since the last look may be of either"
 
 
 class ResetWatch:
@@ -40,6 +46,9 @@ class ResetWatch:
         """A request waits for the look."""
         self._asked: int | None = None
         """The step in which the workers look."""
+        self._num_asked = self._num_named = 0
+        """Saves that were begun before the look that was asked for last, and before the last that
+        has come. The weights of the latter are known."""
 
     def bind(self, manager: KVCacheManager) -> None:
         self._pool = manager.block_pool
@@ -59,34 +68,45 @@ class ResetWatch:
         self.is_wanted = self._in_doubt
         return self._in_doubt
 
-    def doubt(self) -> None:
-        """Weights may have been updated: the store was reset, or vLLM has no prefix cache that
-        would be reset then. A look of before says nothing of it."""
+    def doubt(self, *, was_reset: bool = False) -> None:
+        """Weights may have been updated: the store was reset, vLLM pauses, or it has no prefix
+        cache that would be reset then. A look of before says nothing of it."""
         self._in_doubt, self._asked = True, None
+        self._was_reset |= was_reset
 
-    def add_to(self, plan: StepPlan) -> None:
-        """Have the workers look in this step, if they have not been asked."""
+    def add_to(self, plan: StepPlan, num_saves: int) -> None:
+        """Have the workers look when this step ends, if they have not been asked.
+
+        Args:
+            num_saves: that were begun by now.
+        """
         if self.is_wanted and self._asked is None:
             plan.looks_at_weights = True
-            self._asked = plan.number
+            self._asked, self._num_asked = plan.number, num_saves
         self.is_wanted = False
 
     def is_late(self, report: StepReport) -> bool:
         """Whether a look of before the last reset says that the weights are the same."""
         return report.weights is Seen.SAME and report.number != self._asked
 
-    def on_report(self, report: StepReport) -> bool:
-        """Whether the weights are not what they were. Of a model whose weights cannot be seen:
-        whether they may be others, since vLLM's cache was reset."""
-        if self._asked is not None and report.number == self._asked:
+    def on_report(self, report: StepReport, num_saves: int) -> LookResult:
+        """The result of the look that a report tells of. A model whose weights cannot be seen may
+        have others since vLLM's cache was reset.
+
+        Args:
+            num_saves: that were begun by now.
+        """
+        is_awaited = self._asked is not None and report.number == self._asked
+        if is_awaited:
             self._in_doubt, self._asked = False, None
-        changed = report.weights is Seen.CHANGED or (
-            report.weights is Seen.UNKNOWN and self._was_reset
-        )
-        if report.weights is not Seen.NOTHING:
-            self._was_reset = False
-        if changed:
-            logger.warning(
-                "AttnStore drops every tier: the weights in memory are not those of before"
-            )
-        return changed
+        was_reset = self._was_reset
+        if report.weights is Seen.NOTHING:
+            return LookResult.NOTHING_NEW
+        self._was_reset = False
+        if report.weights is Seen.SAME or (report.weights is Seen.UNKNOWN and not was_reset):
+            if is_awaited:
+                self._num_named = self._num_asked
+            return LookResult.NOTHING_NEW
+        all_named, self._num_named = num_saves == self._num_named, num_saves
+        is_seen = report.weights is Seen.CHANGED
+        return LookResult.OTHERS if is_seen and all_named else LookResult.IN_DOUBT

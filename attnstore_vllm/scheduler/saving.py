@@ -103,9 +103,12 @@ class Saving:
     def begin(self, req: RequestState, start: int) -> None:
         """vLLM has its answer: the prompt is computed from `start` on."""
         if self._num_states and req.may_save:
-            whole = req.lookup.spine_stop // self._state_tokens * self._state_tokens
+            whole = req.lookup.parts_at // self._state_tokens * self._state_tokens
             computing = req.computing
-            computing.junctions = (getattr(req.request, "shared_prefix_boundary", 0), whole)
+            if not req.lookup.has_begun:  # else it was preempted, and has left its states
+                computing.junctions = (getattr(req.request, "shared_prefix_boundary", 0), whole)
+                # The first who parts knows of no prompt before it, but is asked to leave a state.
+                computing.has_parted = max(computing.junctions) > start
             computing.state_stop = start
             self._set_step_end(req, start)
 
@@ -201,6 +204,7 @@ class Saving:
         """Sections that are there when the step ends that is being planned, and may not be later:
         the states of the prompt's steps, and what windows need at the prompt's end."""
         request = req.request
+        req.lookup.begin()
         before = request.num_computed_tokens
         computed, prompt_end = before + num_scheduled, request.num_prompt_tokens
         if before >= prompt_end or computed > req.usable_tokens():
@@ -218,8 +222,8 @@ class Saving:
     def _save_states(self, req: RequestState, before: int, computed: int, tables: Tables) -> None:
         """Those after `computed` tokens, where a step of the prompt ends."""
         prompt_end, size = req.request.num_prompt_tokens, self._state_tokens
-        is_near = req.lookup.spine_stop - size < computed
-        is_junction = is_near and before < computed <= req.lookup.spine_stop
+        is_near = req.lookup.parts_at - size < computed
+        is_junction = is_near and before < computed <= req.lookup.parts_at
         is_last = computed < prompt_end <= computed + size
         is_kept = is_junction or is_last
         if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(req, computed)):
@@ -297,7 +301,7 @@ class Saving:
             c for c in (*saved, *req.computing.prompt_states) if c.name.position >= seen * size
         ]
         if behind:
-            self._store.drop_low_value(behind)
+            self._store.drop_low_value(behind, pinned=True)
 
     def _has_state_in_tail(self, req: RequestState, need: Need, end: int) -> bool:
         """Whether its prompt has left a state there. A tail without one backs no hit, and would
@@ -473,7 +477,7 @@ class Saving:
     def _is_low_value(self, req: RequestState, need: Need, stop: int, computed: int) -> bool:
         """Whether a section that ends at `stop` backs no hit that is likely to come."""
         num_prompt_tokens = req.request.num_prompt_tokens
-        ends = [num_prompt_tokens - 1, req.lookup.spine_stop]
+        ends = [num_prompt_tokens - 1, req.lookup.parts_at]
         if computed >= num_prompt_tokens:
             ends.append(computed)
         size = self._geometry.chunk_tokens
@@ -485,9 +489,7 @@ class Saving:
         is likely to come, unless others use them too (a shared run). Whose prompt has parted from
         the one before it is another conversation, and the next one may part there as well."""
         before_tokens = 0 if req.visit is None else req.visit.before_tokens
-        # The first who parts knows of no prompt before it, but that it was asked to leave a state.
-        has_parted = max(req.computing.junctions, default=0) > req.computing.first
-        if has_parted or 0 < req.lookup.spine_stop <= before_tokens - GRAIN_TOKENS:
+        if req.computing.has_parted or 0 < req.lookup.parts_at <= before_tokens - GRAIN_TOKENS:
             return
         prompt_end = req.request.num_prompt_tokens - 1
         for need in self._needs if req.computing.first else ():

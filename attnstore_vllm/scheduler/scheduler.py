@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from attnstore_vllm.config.settings import StoreConfig
@@ -45,7 +45,7 @@ from attnstore_vllm.scheduler.request import (
     bypasses,
     make_state,
 )
-from attnstore_vllm.scheduler.reset_watch import ResetWatch
+from attnstore_vllm.scheduler.reset_watch import LookResult, ResetWatch
 from attnstore_vllm.scheduler.rests import Rests
 from attnstore_vllm.scheduler.saving import Saving
 from attnstore_vllm.scheduler.stages import Stages
@@ -68,6 +68,9 @@ class Names(Protocol):
     @property
     def namespace(self) -> bytes | None:
         """The fingerprint that all keys begin with; None: not known yet."""
+
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        """These weights are in memory from now on: by rank, as LiveWeights calls them."""
 
     def close(self) -> None: ...
 
@@ -138,8 +141,8 @@ class Scheduler:
         self._queue = None
         if config.look_ahead:
             self._queue = VllmQueue(store, lookups, by_priority=engine.by_priority)
-        layers = geometry.num_layers if rows is not None else 0
-        sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens}
+        layers = geometry.most_layers if rows is not None else 0
+        sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens, "leaves": engine.leaves}
         deadline_s = config.load_deadline_ms / 1000
         costs = self.costs = Costs(
             store, deadline_s, config.compute_if_sooner, **sizes, clock=clock
@@ -156,7 +159,7 @@ class Scheduler:
         self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
         self.audits = audits = Audits(store, geometry, plans, config.audit, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
-        self._offers = Offers(*given)
+        self._offers = Offers(*given, cuts_hits=engine.cuts_hits)
         self._hints = hint_reader(config)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -302,8 +305,8 @@ class Scheduler:
             return Cause.RESET_UNCHECKED, True
         if self.store.is_distrusted:
             return Cause.DISTRUSTED, False
-        if state.load_failed:
-            return Cause.COPY_FAILED, False
+        if state.load_failed is not None:
+            return state.load_failed, False
         if self._is_left_alone(request):
             return Cause.ADAPTER_NOT_SERVED, False
         if state.offered is not None:
@@ -378,7 +381,7 @@ class Scheduler:
         plan.number = self.costs.times.planned(output)
         self.first_tokens.planned(plan.number)
         if self._watch.is_wanted:
-            self._watch.add_to(plan)
+            self._watch.add_to(plan, self.store.num_saves)
         if self._has_adapters:
             plan.adapters = self.adapters.plan(plan.number, output.num_scheduled_tokens)
             plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
@@ -459,15 +462,35 @@ class Scheduler:
         if num_given_up:
             self._stats.add("chunks", Event.UNSAVED, num_given_up)
         is_late = self._watch.is_late(report)
-        if self._watch.on_report(report):
-            if self.store.remote is not None:
-                self.store.remote.leave()
-            self.store.reset()  # requests that wait go on: none has blocks of before
-            self._save_anew()
+        found = self._watch.on_report(report, self.store.num_saves)
+        if found is not LookResult.NOTHING_NEW:
+            self._on_new_weights(report, found)
         is_seen = report.weights is not Seen.NOTHING and not is_late
         if is_seen and self.store.remote is not None:
             is_known = report.weights is not Seen.UNKNOWN
             self.store.remote.weights_seen(report.weights is Seen.SAME if is_known else None)
+
+    def _on_new_weights(self, report: StepReport, found: LookResult) -> None:
+        """From now on all that is found and saved has other names. Requests that wait go on: none
+        has blocks of before."""
+        if self.store.remote is not None:
+            self.store.remote.leave()
+        if found is LookResult.OTHERS:
+            logger.info("the weights in memory are not those of before: what there is stays theirs")
+            self.store.renamed()
+        else:
+            logger.warning(
+                "AttnStore drops every tier: the weights in memory are not those of before, and "
+                "which of them have computed what was saved last cannot be told"
+            )
+            self.store.reset()
+        self.names.be_live(report.live)
+        if self.namespace is not None:
+            self.namespace = self.names.namespace
+            assert self.namespace is not None
+            for state in self.requests.values():
+                state.be_of_weights(self.namespace)
+        self._save_anew()
 
     def _on_adapters(self, report: StepReport) -> None:
         """Ranks have said what the adapters were in that step.
@@ -501,8 +524,8 @@ class Scheduler:
         for request_id in request_ids:
             was_ours = self.plans.load_is_void(request_id)  # else another connector's
             state = self.requests.get(request_id)
-            if state is not None and was_ours:
-                state.load_failed = True
+            if state is not None and was_ours and state.load_failed is None:
+                state.load_failed = Cause.COPY_FAILED
                 self._stats.add("recomputations", Cause.COPY_FAILED, 1)
 
     def on_failed_load(self) -> None:
@@ -575,6 +598,12 @@ class Scheduler:
         self.rests.clear()
         self._watch.doubt()
         return self.store.reset()
+
+    def pause(self) -> bool:
+        """vLLM pauses or sleeps, and has emptied its own cache: no request has blocks. Every tier
+        stays: before the next request workers look whether the weights are those it is named by."""
+        self._watch.doubt(was_reset=True)
+        return True
 
     def take_stats(self) -> StepStats:
         """Counts since the last call."""

@@ -226,7 +226,7 @@ class Stages:
             [piece.chunk for piece in held],
             copies,
             num_partial=num_partial,
-            layers_before=self._geometry.num_layers,
+            layers_before=self._geometry.most_layers,
             has_more=has_more,
             missing=missing,
         )

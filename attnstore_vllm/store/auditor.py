@@ -22,6 +22,7 @@ from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.policy.kv_compare import Comparison, Difference
+from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
 from attnstore_vllm.tiers.tier_io import TierIo
@@ -95,11 +96,24 @@ class Auditor:
         copy: Chunk | None = None
         is_there = stored.dram is was and was.state is State.READY and not stored.dropped
         if is_there and len(self._copying) + len(self._waiting) < most and not self.is_stopped:
-            copy = residency.begin_copy(stored)
+            copy = self._begin_copy(stored)
         if copy is None:
             residency.counts[Event.NOT_COMPARED] += 1
             return None
         self._copying[copy] = _Pair(hit, stored, copy, blocks)
+        return copy
+
+    def _begin_copy(self, stored: Chunk) -> Chunk | None:
+        """Locked. None: there is no room. Both are held: the copy twice, by the workers and by us.
+        No look-up finds it."""
+        residency = self.context.residency
+        residency.hold(stored)
+        if not residency.has_room_for_copy(stored):
+            residency.release(stored)
+            return None
+        copy = Chunk(stored.name, dropped=True, run=unknown_run(residency.now))
+        residency.dram.give(copy, State.SAVING)
+        copy.dram.uses += 1
         return copy
 
     def void(self, chunk: Chunk) -> None:

@@ -18,7 +18,7 @@ from itertools import takewhile
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Matched, Piece, no_ends, ready_run, settle
-from attnstore_vllm.index.sections import Need, fit, proven, walk, walks
+from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
 from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
@@ -34,8 +34,24 @@ class Lookup(RemoteLookup):
     """Whole chunks of the spine, for the next look."""
     spine_stop: int = field(default=0, init=False)
     """Up to where the spine was stored at the last look, apart from all else."""
+    _began_at: int | None = field(default=None, init=False)
+    """That of the last look before the request began. One that was preempted finds its own KV."""
     short_of: set[int] = field(default_factory=set, init=False)
     """The groups that lacked something of that then."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._began_at is not None
+
+    @property
+    def parts_at(self) -> int:
+        """The token up to which others had left its prompt's spine."""
+        return self.spine_stop if self._began_at is None else self._began_at
+
+    def begin(self) -> None:
+        """Its request computes. May be said again."""
+        if self._began_at is None:
+            self._began_at = self.spine_stop
 
     def follow(self) -> None:
         """Its tokens may be others than they were (SequenceKeys.follow). What was noted stands as
@@ -44,6 +60,8 @@ class Lookup(RemoteLookup):
         if changed is not None:
             self.matched.forget()
             self.spine_stop = min(self.spine_stop, changed)
+            if self._began_at is not None:
+                self._began_at = min(self._began_at, changed)
 
 
 class Strategy(ABC):
@@ -91,6 +109,26 @@ class Strategy(ABC):
     ) -> list[Piece]:
         """See Store.hold_ready()."""
 
+    def hold_exactly(
+        self, pieces: Sequence[Piece], keys: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """See Store.hold_exactly()."""
+        index, spine = self._index, [piece for piece in pieces if piece.group == 0]
+        are_held = bool(spine) and not self.walks
+        if not (spine or self.walks):
+            spine = index.match(keys, start, stop + self.ahead)
+            spine = proven(spine, self.ahead, index.grain) if self.ahead else spine
+        found = backed(index, keys, self.needs, spine, start, stop, is_ready)
+        # Tokens of what is READY are known; those of what is held were compared.
+        new = [piece for piece in found if piece.group or not are_held]
+        are_ready = all(is_ready(piece.chunk) for piece in found)  # else some were dropped since
+        if not are_ready or not all(piece.exact for piece in new):
+            return []
+        if self._context.has_leases and any(self._residency.has_expired(p.chunk) for p in new):
+            return []
+        self._hold(found)
+        return found
+
     def want(
         self,
         lookup: Lookup,
@@ -118,7 +156,10 @@ class Strategy(ABC):
             residency.renew([*(piece.chunk for piece in used), *ends])
         else:
             of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
+            residency.use_moved([p.chunk for p in used if p.first is not None], visit)
             for piece in used:
+                if piece.first is not None:
+                    continue
                 last = None if visit.cut is None else residency.run_of(piece.chunk)
                 of_run[visit.used_run(piece.start // size, last)].append(piece.chunk)
             of_run[visit.used_run(at // size)] += ends

@@ -28,7 +28,7 @@ from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import Piece, has_come, no_ends
+from attnstore_vllm.index.prefix import Piece, has_come, in_place, no_ends
 from attnstore_vllm.index.sections import Need
 from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
@@ -105,7 +105,8 @@ class Store:
             pin_shares=(0.0, 0.0) if pinning is None else pinning.shares,
             more=more_tiers,
         )
-        self.num_slots = pool.num_slots
+        self.num_slots, self.num_saves = pool.num_slots, 0
+        """Slots of DRAM, and saves that were begun."""
         self.loads_in_parts = False
         """Whether a waiting request may find more than DRAM has room for (scheduler/stages.py)."""
         self._moved = MovedKv(
@@ -117,8 +118,7 @@ class Store:
             seed=secrets.randbits(63),
         )
         self._curve = HitCurve.around(pool.num_slots, slab.shape.chunk_tokens)
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock, threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._context = context = Context(
             self.residency, self._progress, pool, clock, self._moved, harness.wall, config.ttl_s
@@ -196,18 +196,32 @@ class Store:
                 terms,
                 self._ttl_s,
                 ends_cut=ends_cut,
+                num_known=-(-pieces[-1].stop // sequence.chunk_tokens) if pieces else 0,
             )
             self._context.has_leases |= terms.ttl_s is not None
             self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
             if terms.pin_s is not None:
-                for piece in no_ends(pieces, self.residency.index.grain):
-                    self.residency.pinning.pin(piece.chunk, now + terms.pin_s, now)
+                self._pin(pieces, now + terms.pin_s)
         if self.remote is not None:
             self.remote.look(lookup, pieces, 0, stop, request_id)
         self._read(pieces)
         if self._estimator.is_due:
             self.thread.wake()
         return pieces, visit
+
+    def pin(self, pieces: Sequence[Piece], stop: int, pin_s: float | None) -> None:
+        """A request loads these, and wants its prompt, up to token `stop`, pinned for so long: they
+        may have come since it did. Cost: a look at each; None: nothing."""
+        if pin_s is None:
+            return
+        with self._lock:
+            now = self.residency.now = self._clock()
+            self._pin([piece for piece in pieces if piece.start < stop], now + pin_s)
+
+    def _pin(self, pieces: Sequence[Piece], until: float) -> None:
+        """Locked."""
+        for piece in no_ends(pieces, self.residency.index.grain):
+            self.residency.pinning.pin(piece.chunk, until, self.residency.now)
 
     def unseen_run(self, terms: Terms) -> Run:
         """The run of what a request saves that arrive() was not said of, as there was no time."""
@@ -292,6 +306,19 @@ class Store:
         """
         with self._lock:
             return self.strategy.hold(pieces, sequence, start, stop) if pieces else []
+
+    def hold_exactly(
+        self, pieces: Sequence[Piece], sequence: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """Hold, and return, pieces that are READY in DRAM and back a hit of just the tokens
+        [start, stop), which may end anywhere; none if there are no such pieces.
+
+        Args:
+            pieces: that are held for a longer hit; none: it is looked up.
+        """
+        with self._lock:
+            self.residency.now = self._clock()
+            return self.strategy.hold_exactly(pieces, sequence, start, stop)
 
     def hold_again(self, pieces: Sequence[Piece]) -> bool:
         """Hold pieces that were held before, if all of them can be. Returns whether they are."""
@@ -416,7 +443,7 @@ class Store:
                 dram_only=dram_only,
                 yields=yields,
             )
-            self._begun(name, chunk, pin_s)
+            self._begun(name, chunk, pin_s, yields=yields)
             return chunk
 
     def begin_saves(
@@ -453,20 +480,28 @@ class Store:
                     num_more=max(0, num_new - 1),
                 )
                 num_new -= chunk is not None
-                self._begun(name, chunk, pin_s if name.position < pin_stop else None)
+                of_prompt = pin_s if name.position < pin_stop else None
+                self._begun(name, chunk, of_prompt, yields=yields)
                 if chunk is None and index.get(name.key) is None and not index.extends(name):
                     break
                 begun.append(chunk)
         return begun
 
-    def _begun(self, name: ChunkName, chunk: Chunk | None, pin_s: float | None) -> None:
-        """Locked. A save was asked for; `chunk`: that is copied."""
+    def _begun(
+        self, name: ChunkName, chunk: Chunk | None, pin_s: float | None, *, yields: bool
+    ) -> None:
+        """Locked. A save was asked for; `chunk`: that is copied. One that is no use of it pins it
+        no longer than it would be found."""
         if chunk is not None and not self.strategy.needs:  # else it may be another group's
             self._curve.news.append(NewChunk(name.key, name.parent, name.extra, name.tokens))
+        self.num_saves += chunk is not None
         if pin_s is not None:
             kept, now = chunk or self.residency.index.get(name.key), self.residency.now
             if kept is not None:
-                self.residency.pinning.pin(kept, now + pin_s, now)
+                until = now + pin_s
+                if yields:
+                    until = min(until, self.residency.found_until(kept))
+                self.residency.pinning.pin(kept, until, now)
 
     def begin_audit(self, hit: int, stored: Chunk, was: InTier, blocks: range) -> Chunk | None:
         """See Auditor.begin. finish_saves() ends it, after drop() if the copy is none."""
@@ -543,11 +578,13 @@ class Store:
                     self.audit.void(chunk)
                 self.residency.drop(chunk)
 
-    def drop_low_value(self, chunks: Iterable[Chunk]) -> int:
+    def drop_low_value(self, chunks: Iterable[Chunk], *, pinned: bool = False) -> int:
         """A conversation has gone on beyond these sections. Forget those that only it has used,
-        and return how many."""
+        the pinned ones if it says so, and return how many."""
         with self._lock:
-            return self._supersede(filter(self.residency.is_own, chunks))
+            self.residency.now = self._clock()
+            own = self.residency.is_own if pinned else self.residency.own(low_value=True)
+            return self._supersede(filter(own, chunks))
 
     def make_low_priority(self, chunks: Iterable[Chunk]) -> None:
         """Let these leave before most that is as old. What others use as well stays as it is."""
@@ -559,6 +596,7 @@ class Store:
         """A conversation has gone on beyond token `stop`. Forget what is its own (is_own) of one
         group before it, in CHUNK_LOOKS_MAX chunks. Returns how many. Cost: 45 us."""
         with self._lock:
+            self.residency.now = self._clock()
             own, index = self.residency.own(low_value=low_value), self.residency.index
             return self._supersede(index.heads_before(keys, stop, CHUNK_LOOKS_MAX, own))
 
@@ -602,6 +640,12 @@ class Store:
             self._moved.clear()
             return self.thread.wait_for(resets, RESET_DEADLINE_S)
 
+    def renamed(self) -> None:
+        """All that is saved from now on has other names: no request finds what there is."""
+        with self._lock:
+            if self.residency.watch is not None:
+                self.residency.watch.clear()
+
     def figures(self) -> Figures:
         kept = [item for io in self.thread.tiers for item in io.seconds.items()]
         with self._lock:
@@ -644,7 +688,7 @@ def _ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
     Args:
         whole: keys of the request's own whole chunks, of `size` tokens.
     """
-    spine = [piece for piece in pieces if piece.group == 0]
+    spine = in_place(pieces)
     if not spine or spine[-1].stop % size == 0:
         return False
     number = spine[-1].start // size

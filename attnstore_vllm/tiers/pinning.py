@@ -50,14 +50,18 @@ class Pinning:
         if pin is not None:
             self.pin(chunk, pin.until, now)
 
-    def inherit(self, chunk: Chunk, tail: Chunk, now: float) -> None:
-        """The chunk takes the place of a tail, which is dropped then."""
+    def inherit(self, chunk: Chunk, tail: Chunk, now: float, most: float) -> None:
+        """The chunk takes the place of a tail, which is dropped then.
+
+        Args:
+            most: it is pinned until then at the latest.
+        """
         pin = self.of(tail, now)
         if pin is None:
             return
         for tier in self._tiers:
             tier.unpin(tail)
-        self.pin(chunk, pin.until, now)
+        self.pin(chunk, min(pin.until, most), now)
 
     def end(self, now: float) -> None:
         """Let go what is pinned no longer, as if it had been used now. Cost: bounded."""

@@ -218,11 +218,17 @@ class RemoteTier(TierBehind):
         """Among the first few: the entry whose lease ends first. It is forgotten, not evicted."""
         return self.ends.find(self._can_go, ENDED_MAX), False
 
-    def place_in_dram(self, *chunks: Chunk) -> None:
+    def may_have(self, chunk: Chunk) -> bool:
         """Chunks that came from here, or that end at a time, are not written back."""
-        if self.takes_writes:
-            ours = [c for c in chunks if c.origin != self.name and c.run.lease is None]
-            super().place_in_dram(*ours)
+        return chunk.origin != self.name and chunk.run.lease is None
+
+    def place_in_dram(self, *chunks: Chunk) -> None:
+        if not self.takes_writes:
+            return
+        super().place_in_dram(*filter(self.may_have, chunks))
+        for chunk in chunks:
+            if not self.may_have(chunk):
+                self.left_dram(chunk.dram.slot)
 
     def live(self, slot: int) -> Chunk | None:
         return self.owned[slot]

@@ -20,12 +20,12 @@ from dataclasses import replace
 from itertools import groupby
 
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
-from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex
+from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex, in_place
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.eviction.rules import Gives, may_go_for_low_value
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, QueuePlace
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.visits import Run, Visit, unknown_run
+from attnstore_vllm.policy.visits import Run, Visit, moved_run, unknown_run
 from attnstore_vllm.tiers.announced import Announced
 from attnstore_vllm.tiers.dram_tier import DramTier, MakeTierBehind
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
@@ -170,21 +170,36 @@ class Residency:
                     chunk.run = tier.run_of(chunk) or chunk.run
         return chunk.run
 
+    def found_until(self, chunk: Chunk) -> float:
+        """When its lease ends."""
+        lease = self.run_of(chunk).lease
+        return math.inf if lease is None else lease.expires
+
     def last_runs(self, pieces: Sequence[Piece], size: int) -> list[Run]:
         """The run that used each of the leading chunks last, of `size` tokens. Of those before a
-        window, of which nothing is needed, it is taken to be that of its first."""
-        spine = [piece for piece in pieces if piece.group == 0]
+        window, of which nothing is needed, it is taken to be that of its first. What is moved is of
+        no chunk of the request."""
+        spine = in_place(pieces)
         runs = [self.run_of(piece.chunk) for piece in spine]
         return spine[0].start // size * runs[:1] + runs if runs else []
+
+    def use_moved(self, chunks: Sequence[Chunk], visit: Visit) -> None:
+        """A request takes these to other positions. They stay of the conversations that they are
+        of, which share them with it now."""
+        for run, of_run in groupby(chunks, self.run_of):
+            self.use([*of_run], moved_run(run, visit, self.now))
 
     def is_own(self, chunk: Chunk) -> bool:
         """Whether it is found, and one conversation alone has used it."""
         return not chunk.dropped and not self.run_of(chunk).is_shared
 
     def own(self, *, low_value: bool) -> Callable[[Chunk], bool]:
-        """is_own(), of what is worth little only with `low_value`."""
+        """is_own(), of what no request has pinned; of what is worth little only with
+        `low_value`."""
         return lambda chunk: (
-            self.is_own(chunk) and (low_value or self.run_of(chunk).priority != Priority.LOW_VALUE)
+            self.is_own(chunk)
+            and (low_value or self.run_of(chunk).priority != Priority.LOW_VALUE)
+            and self.pinning.of(chunk, self.now) is None
         )
 
     def make_low_priority(self, chunks: Sequence[Chunk]) -> None:
@@ -337,7 +352,7 @@ class Residency:
                 if tail.behind:
                     chunk.repeats = max(chunk.repeats, tail.name.num_tokens)
                 if tail.dram.state is not State.SAVING:
-                    self.pinning.inherit(chunk, tail, self.now)
+                    self._inherit(chunk, tail)
                     self.counts[Event.SUPERSEDED] += 1
                     self.drop(tail)
         self.release(*chunks)
@@ -375,19 +390,9 @@ class Residency:
             if chunk.dropped:
                 self._free_if_dropped(chunk)
 
-    def begin_copy(self, stored: Chunk) -> Chunk | None:
-        """A slot for the same KV, computed once more, to be compared. Both are held: the copy
-        twice, by the workers and by who compares. No look-up finds it. None: no room, but what
-        would have to be computed again.
-        """
-        self.hold(stored)
-        if not self._make_room_in_dram(LAST, stored.run):
-            self.release(stored)
-            return None
-        copy = Chunk(stored.name, dropped=True, run=unknown_run(self.now))
-        self.dram.give(copy, State.SAVING)
-        copy.dram.uses += 1
-        return copy
+    def has_room_for_copy(self, chunk: Chunk) -> bool:
+        """Room for what DRAM has already. It takes none from what would have to be computed."""
+        return self._make_room_in_dram(LAST, chunk.run)
 
     # ---- DRAM -> a tier behind ---------------------------------------------------------
 
@@ -399,6 +404,10 @@ class Residency:
         for _ in range(REFUSALS_MAX):
             slot = tier.waiting.last(self.now)
             chunk = self.dram.owned[slot] if slot is not None else self._spare(tier)
+            if chunk is not None and not tier.may_have(chunk):
+                chunk.refused_by.add(tier.name)  # it has got a ttl since it waits
+                self._place(chunk)
+                continue
             room = self._make_room_behind(tier, chunk) if chunk is not None else False
             if chunk is None or room is False:
                 return None
@@ -495,8 +504,14 @@ class Residency:
         chunk.refused_by.update(tier.name for tier in self.behind)
         for tail in self.index.extended_by(chunk.name):
             if tail.dram.state is not State.SAVING:
+                self._inherit(chunk, tail)
                 self.counts[Event.SUPERSEDED] += 1
                 self.drop(tail)
+
+    def _inherit(self, chunk: Chunk, tail: Chunk) -> None:
+        """It is pinned in the tail's stead, but no longer than it would be found: what it has
+        behind the tail is another request's, who may have asked for less."""
+        self.pinning.inherit(chunk, tail, self.now, self.found_until(chunk))
 
     # ---- scrubbing ---------------------------------------------------------------------
 

@@ -247,6 +247,10 @@ class TierBehind(Tier):
         for run, of_run in groupby(new, attrgetter("run")):
             self.waiting.add_all([chunk.dram.slot for chunk in of_run], run)
 
+    def may_have(self, chunk: Chunk) -> bool:
+        """Whether the chunk may be written here."""
+        return True
+
     def believes(self, slot: int, now: float) -> bool:
         """Whether what it is said to have in this slot is taken to be there."""
         return True

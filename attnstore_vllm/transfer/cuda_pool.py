@@ -11,11 +11,13 @@ from types import ModuleType
 
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import UnsupportedError
+from attnstore_vllm.transfer.page_tables import MapInOrder
 
 logger = logging.getLogger(__name__)
 
-LOCK_AT_ONCE_BYTES = 64 << 30
-"""Memory that is page-locked in one call: drivers refuse some hundred GiB."""
+LOCK_AT_ONCE_BYTES = 8 << 30
+"""Memory that is page-locked in one call: what comes behind it is mapped meanwhile. Drivers refuse
+some hundred GiB."""
 LOCK_AT_LEAST_BYTES = 1 << 30
 """A call that is refused is tried with half of it, down to this."""
 SLOTS_MIN = 2
@@ -40,7 +42,8 @@ _CAUSES = {
 class LockedPool:
     """Pages of the pool that stay where they are, so that the device copies from and to them.
 
-    Locked some slots at a time, and never those of two files in one call. Where the driver
+    Locked some slots at a time, and never those of two files in one call. Threads map the pages
+    ahead of that: the driver alone faults them one by one, 1 GiB in a second. Where the driver
     refuses, or time is over, a warning says why, and the slots until there are what there is.
 
     Args:
@@ -71,7 +74,8 @@ class LockedPool:
         """Address of slot 0 as the device sees it."""
         with ExitStack() as undo:
             undo.callback(self.close)
-            why_not = self._lock(num_slots, [*borders, num_slots])
+            with MapInOrder(base, num_slots * slot_bytes) as mapped:
+                why_not = self._lock(num_slots, [*borders, num_slots], mapped)
             if why_not:
                 self._say(num_slots, why_not)
             undo.pop_all()
@@ -84,7 +88,7 @@ class LockedPool:
             except RuntimeError as error:
                 logger.error("the pool stays page-locked until the process ends: %s", error)
 
-    def _lock(self, num_slots: int, ends: Sequence[int]) -> str:
+    def _lock(self, num_slots: int, ends: Sequence[int], mapped: MapInOrder) -> str:
         """Returns why not all slots are locked; "": all are."""
         total = num_slots * self._slot_bytes
         began = monotonic()
@@ -96,6 +100,7 @@ class LockedPool:
             if took_s > may_take_s:
                 return f"it has taken {took_s:.0f} s, and may take {may_take_s:.0f} s"
             end = min(first + at_once, *(end for end in ends if end > first))
+            mapped.wait(end * self._slot_bytes, may_take_s - took_s)
             try:
                 self._lock_slots(first, end)
             except RuntimeError as error:

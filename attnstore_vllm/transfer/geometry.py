@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one chunk lies in a slot of the pool.
 
-    slot = [rank][region][block of the chunk][page bytes of the region], then zero bytes to a
-    whole page
+    slot = [rank][region of its stage][block of the chunk][page bytes of the region], then zero
+    bytes to a whole page
+
+The ranks of a pipeline stage have its layers alone, and ranks count stage by stage. So a slot, and
+a record of it, has the parts of all stages: it is there as a whole, or it is no hit. Parts have one
+size, that of the stage with most; behind a smaller one are zero bytes.
 
 vLLM's KV cache groups draw *physical blocks* of one size from one pool, and lie over each other: a
 physical block is one page in each *region*, and layer i of every group is in region i. So copies
@@ -47,13 +51,17 @@ class Geometry:
     """Shapes that the scheduler side and every worker agree on."""
 
     num_ranks: int
+    """Those of all pipeline stages."""
     regions: tuple[int, ...]
-    """The bytes of a page in each region."""
+    """The bytes of a page in each region: of this rank's pipeline stage, on the scheduler side of
+    the first."""
     groups: tuple[Group, ...]
-    """The spine first."""
+    """The spine first. Each with the layers of that stage."""
     chunk_tokens: int
     replicas: int = 1
     """Consecutive ranks that hold the same KV."""
+    stages: tuple[tuple[int, ...], ...] = ()
+    """The regions of each pipeline stage; () where there is one stage."""
 
     spine: Group = field(init=False)
     has_window_alone: bool = field(init=False)
@@ -67,14 +75,18 @@ class Geometry:
     block_bytes: int = field(init=False)
     """Size of a physical block: its pages in all regions, on one rank."""
     rank_bytes: int = field(init=False)
-    """Size of one rank's part of a slot."""
+    """Size of one rank's part of a slot, the same for all."""
     slot_bytes: int = field(init=False)
+    most_layers: int = field(init=False)
+    """Regions of the stage that has most."""
 
     def __post_init__(self) -> None:
         assert self.regions
         spine = self.groups[0]
         tokens = spine.block_tokens
-        assert min(self.num_ranks, self.replicas, tokens, *self.regions) > 0
+        stages = self.stages or (self.regions,)
+        assert self.regions in stages
+        assert min(self.num_ranks, self.replicas, tokens, *map(min, stages)) > 0
         assert self.num_ranks % self.replicas == 0
         assert all(self.chunk_tokens % group.block_tokens == 0 for group in self.groups)
         assert spine.reach == "full" or (
@@ -82,7 +94,7 @@ class Geometry:
         ), "the spine's chunks are whole"
         blocks = self.chunk_tokens // min(group.block_tokens for group in self.groups)
         block_bytes = sum(self.regions)
-        rank_bytes = blocks * block_bytes
+        rank_bytes = blocks * max(map(sum, stages))
         used = self.num_ranks // self.replicas * rank_bytes
         for name, value in (
             ("spine", spine),
@@ -93,6 +105,7 @@ class Geometry:
             ("block_bytes", block_bytes),
             ("rank_bytes", rank_bytes),
             ("slot_bytes", -(-used // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES),
+            ("most_layers", max(map(len, stages))),
         ):
             object.__setattr__(self, name, value)
 
@@ -141,8 +154,16 @@ class Geometry:
         """Where a region begins in a rank's part."""
         return self.blocks_per_chunk * sum(self.regions[:region])
 
+    @property
+    def all_block_bytes(self) -> int:
+        """Size of a physical block on all ranks. What several of them hold counts once."""
+        stages = self.stages or (self.regions,)
+        of_a_stage = self.num_ranks // len(stages) // self.replicas
+        return of_a_stage * sum(map(sum, stages))
+
     def token_bytes(self) -> float:
-        """KV bytes of one token, all layers and ranks, as it is stored."""
+        """KV bytes of one token, all layers and ranks, as it is stored: with the zero bytes behind
+        parts of smaller stages."""
         return self.num_ranks // self.replicas * self.rank_bytes / self.chunk_tokens
 
     def facts(self) -> dict[str, Any]:
@@ -158,6 +179,8 @@ class Geometry:
         }
         if self.replicas > 1:
             found["replicas"] = self.replicas
+        if self.stages:
+            found["stages"] = [list(stage) for stage in self.stages]
         if len(self.groups) > 1 or self.has_window_alone:
             found["groups"] = [asdict(group) for group in self.groups]
         return found

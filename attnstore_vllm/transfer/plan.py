@@ -143,6 +143,8 @@ class LoadPlan(TransferPlan):
     """Ahead: a part of a load; the request is received with its last part."""
     missing: tuple[int, ...] = ()
     """In a last part: the blocks that no part has filled. vLLM computes them."""
+    has_failed: bool = False
+    """Ahead: it copies nothing, and its request is told that its load has failed."""
 
     def __post_init__(self) -> None:
         is_end = self.layers_before and not self.has_more

@@ -177,12 +177,7 @@ class SharedPool:
     def description(self, rank: int) -> dict[str, Any] | None:
         """The description that publish() left, or None if that rank has not published."""
         at = _RANKS_AT + rank * _RANK_BYTES
-        (length,) = struct.unpack("<I", self.buffer[at : at + 4])
-        if length == 0:
-            return None
-        found = json.loads(bytes(self.buffer[at + 4 : at + 4 + length]))
-        assert isinstance(found, dict)
-        return found
+        return _published(bytes(self.buffer[at : at + _RANK_BYTES]))
 
     def close(self) -> None:
         """Give the region up. The memory goes back when the last member has done so, or has ended;
@@ -305,3 +300,28 @@ def _shape_if_ready(fd: int) -> tuple[int, int] | None:
     raw = os.pread(fd, _CONTROL.size, 0)
     magic, num_bytes, num_parts = _CONTROL.unpack(raw.ljust(_CONTROL.size, b"\0"))
     return (num_bytes, num_parts) if magic == _MAGIC else None
+
+
+def peek(name: str, rank: int) -> dict[str, Any] | None:
+    """The description of `rank` in the region of this name, to a process that is no member yet: the
+    shape of the slots may be in it. None if that rank has not published, or there is no region.
+
+    Raises: NotOursError, OSError.
+    """
+    fd = region.find(SHM_DIR / name)
+    if fd is None:
+        return None
+    try:
+        return _published(os.pread(fd, _RANK_BYTES, _RANKS_AT + rank * _RANK_BYTES))
+    finally:
+        os.close(fd)
+
+
+def _published(page: bytes) -> dict[str, Any] | None:
+    """The description that publish() has left on a rank's page; None if none."""
+    length = int.from_bytes(page[:4], "little")
+    if length == 0:
+        return None
+    found = json.loads(page[4 : 4 + length])
+    assert isinstance(found, dict)
+    return found

@@ -21,7 +21,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +33,11 @@ from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan, pages, tables_b
 
 logger = logging.getLogger(__name__)
 
+LAYERS_BEFORE_PASS = 4
+"""Layers of a step's loads that are given to the device before its forward pass is launched. Its
+hooks give the others, each so many layers before it is read: a DMA call costs the host 0.5 us a
+run, which would hold up the launch of a pass that takes longer than the copies."""
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -39,7 +45,10 @@ class _Load:
 
     plans: list[LoadPlan]
     layers: list[StreamEvent] = field(default_factory=list)
-    """One a layer, in the order in which they come."""
+    """One a layer, in the order in which they come; all of them once the step is over."""
+    rest: Pages | None = None
+    """What each layer still to be given copies, after `mark`."""
+    mark: StreamEvent | None = None
     first: StreamEvent | None = None
     """The end of copies of partly filled blocks: all their layers come before everything else."""
     gates: bool = False
@@ -107,10 +116,14 @@ class Loads:
             load = _Load(now, gates=True)
             self._open.append(load)
             self._submit(load, self._engine.mark(), together=whole or not self._engine.overlaps)
+            if len(now) < len(plans):  # loads ahead come behind it
+                self._give(load, len(self._all))
             if whole:
                 self._engine.model_waits(load.layers[-1])
         for plan in plans:
             if plan.layers_before and not plan.num_blocks:  # no more comes, and all is over
+                if plan.has_failed:
+                    self._broken.add(plan.request_id)
                 self._report(plan)
                 self._finished.append(plan.plan_id)
             elif plan.layers_before:
@@ -125,11 +138,13 @@ class Loads:
         """The model reads this layer next."""
         for load in self._open:
             if load.gates:
+                self._give(load, layer + 1 + LAYERS_BEFORE_PASS)
                 self._engine.model_waits(load.layers[layer])
 
     def end_step(self) -> None:
         """After the forward pass: what it did not wait for comes before what is next."""
         for load in self._open:
+            self._give(load, len(self._all))
             if load.gates and not load.plans[0].layers_before:
                 self._engine.model_waits(load.layers[-1])
         self._poll(early=True)
@@ -157,9 +172,15 @@ class Loads:
         waited, self._host_wait_s = self._host_wait_s, 0.0
         return waited + self._engine.waited_s(), self._engine.measured()
 
+    def complete(self) -> None:
+        """Return when all that was begun has written to its blocks. The next step tells of it."""
+        for load in self._open:
+            _wait_for_all(self._engine, [*filter(None, [load.first]), *load.layers])
+
     def close(self) -> None:
         """Complete what is in flight."""
         for load in self._open:
+            self._give(load, len(self._all))
             try:
                 self._engine.wait(load.layers[-1])
             except CopyError as error:
@@ -186,12 +207,22 @@ class Loads:
         if len(partial):
             load.first = self._engine.load(partial, self._all, mark)
         if len(rest):
-            load.layers = [self._engine.load(rest, range(i, i + 1), mark) for i in self._all]
+            load.rest, load.mark = rest, mark
+            self._give(load, LAYERS_BEFORE_PASS if load.gates else len(self._all))
         else:
             assert load.first is not None
             load.layers = [load.first] * len(self._all)
         if load.first is not None and load.gates:
             self._engine.model_waits(load.first)
+
+    def _give(self, load: _Load, end: int) -> None:
+        """Begin its layers before this one."""
+        if load.rest is None:
+            return
+        for layer in self._all[len(load.layers) : end]:
+            load.layers.append(self._engine.load(load.rest, range(layer, layer + 1), load.mark))
+        if len(load.layers) == len(self._all):
+            load.rest = load.mark = None
 
     def _poll(self, *, early: bool) -> None:
         """Args: early: report also loads of which the rest will come in time."""
@@ -235,17 +266,20 @@ class Loads:
         if load.gates or not load.plans[0].layers_before:
             raise error
         # What was begun behind the failed piece may still write.
-        for event in (load.first or load.layers[0], *load.layers):
-            try:
-                self._engine.wait(event)
-            except CopyError:
-                continue
+        _wait_for_all(self._engine, [load.first or load.layers[0], *load.layers])
         (plan,) = load.plans
         load.is_told = True
         self._broken.add(plan.request_id)
         if not plan.has_more:  # else with the last part: other ranks tell of it then too
             self._report(plan)
         logger.error("the load of request %s failed and is computed: %s", plan.request_id, error)
+
+
+def _wait_for_all(engine: CopyEngine, events: Iterable[StreamEvent]) -> None:
+    """Whether they fail or not: who asks for the event is told."""
+    for event in events:
+        with suppress(CopyError):
+            engine.wait(event)
 
 
 def _split(table: Pages, plans: Sequence[LoadPlan]) -> tuple[Pages, Pages]:
@@ -363,6 +397,12 @@ class Saves:
         finished, self._finished = self._finished, []
         given_up, self._given_up = self._given_up, []
         return finished, given_up
+
+    def complete(self) -> None:
+        """Return when all that was begun has read its blocks. The next step tells of it."""
+        assert self._this_step is None, "a forward pass runs"
+        for batch in self._leaving:
+            _wait_for_all(self._engine, batch.events)
 
     def close(self) -> None:
         """Complete what has left its blocks."""

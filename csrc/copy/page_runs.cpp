@@ -98,14 +98,20 @@ std::uint32_t word_bytes(const PageShape& shape, Place source, Place target) {
   return bits % 4 == 0 ? 4 : 1;
 }
 
-void merge_runs(std::vector<Run>* runs) {
+void merge_runs(const PageShape& shape, Place source, Place target, std::vector<Run>* runs) {
   if (runs->empty()) return;
+  const auto begins_slot = [&](const Run& run) {
+    if (source != Place::kSlot && target != Place::kSlot) return false;
+    const auto at = source == Place::kSlot ? reinterpret_cast<std::uint64_t>(run.source)
+                                           : reinterpret_cast<std::uint64_t>(run.target);
+    return (at - shape.slots_base) % shape.slot_bytes == 0;
+  };
   std::size_t last = 0;
   for (std::size_t i = 1; i < runs->size(); ++i) {
     Run& before = (*runs)[last];
     const Run& run = (*runs)[i];
     if (run.source == before.source + before.num_bytes &&
-        run.target == before.target + before.num_bytes) {
+        run.target == before.target + before.num_bytes && !begins_slot(run)) {
       before.num_bytes += run.num_bytes;
     } else {
       (*runs)[++last] = run;

@@ -63,7 +63,8 @@ void add_runs(const PageShape& shape, Place source, Place target, const PageTabl
 // The widest of 16, 4 and 1 bytes that every address and size of such copies is a multiple of.
 std::uint32_t word_bytes(const PageShape& shape, Place source, Place target);
 
-// Makes one of neighbours that continue each other on both sides.
-void merge_runs(std::vector<Run>* runs);
+// Makes one of neighbours that continue each other on both sides. Layer 0's, and never of two
+// slots: the driver may have locked them in two calls, and a copy across two is refused.
+void merge_runs(const PageShape& shape, Place source, Place target, std::vector<Run>* runs);
 
 }  // namespace attnstore

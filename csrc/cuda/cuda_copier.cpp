@@ -61,7 +61,7 @@ PageBatch CudaPageCopier::prepare(Copy copy, const PageTable& table) const {
   batch.copy = copy;
   batch.pages = first_runs(shape_, source, target, table);
   add_runs(shape_, source, target, table, 0, &batch.runs);
-  merge_runs(&batch.runs);
+  merge_runs(shape_, source, target, &batch.runs);
   return batch;
 }
 

@@ -178,7 +178,7 @@ void copy_by_runs(const World& world, Route route, const PageTable& table, Layer
                         static_cast<std::size_t>(layer), &runs);
   }
   const std::size_t before = runs.size();
-  attnstore::merge_runs(&runs);
+  attnstore::merge_runs(world.shape, route.source, route.target, &runs);
   CHECK(runs.size() <= before);
   for (const Run& run : runs) std::memcpy(run.target, run.source, run.num_bytes);
 }
@@ -231,12 +231,36 @@ void neighbours_are_one_run() {
   CHECK(table.copies.size() > 1);
   std::vector<Run> runs;
   attnstore::add_runs(world.shape, Place::kRow, Place::kSlot, table, 0, &runs);
-  attnstore::merge_runs(&runs);
+  attnstore::merge_runs(world.shape, Place::kRow, Place::kSlot, &runs);
   CHECK(runs.size() == 1);
   CHECK(runs[0].num_bytes == world.shape.layer_bytes);
   std::vector<Run> none;
-  attnstore::merge_runs(&none);
+  attnstore::merge_runs(world.shape, Place::kRow, Place::kSlot, &none);
   CHECK(none.empty());
+}
+
+// Two slots that follow each other, of a model whose chunk is one run.
+void no_run_is_of_two_slots() {
+  std::vector<std::byte> memory(64);
+  PageShape shape{};
+  shape.slots_base = reinterpret_cast<std::uint64_t>(memory.data());
+  shape.slot_bytes = 16;
+  std::vector<std::byte> blocks(32);
+  const std::vector<Run> both{{memory.data(), blocks.data(), 8},
+                              {memory.data() + 8, blocks.data() + 8, 8},
+                              {memory.data() + 16, blocks.data() + 16, 16}};
+  std::vector<Run> loads = both;
+  attnstore::merge_runs(shape, Place::kSlot, Place::kBlock, &loads);
+  CHECK(loads.size() == 2 && loads[0].num_bytes == 16 && loads[1].num_bytes == 16);
+  std::vector<Run> saves;
+  for (const Run& run : both) {
+    saves.push_back({run.target, const_cast<std::byte*>(run.source), run.num_bytes});
+  }
+  attnstore::merge_runs(shape, Place::kRow, Place::kSlot, &saves);
+  CHECK(saves.size() == 2);
+  std::vector<Run> within_hbm = both;
+  attnstore::merge_runs(shape, Place::kBlock, Place::kRow, &within_hbm);
+  CHECK(within_hbm.size() == 1);
 }
 
 void quotients_are_exact() {
@@ -280,6 +304,7 @@ int main() {
   for (int round = 0; round < 1500; ++round) every_byte_arrives(random);
   quotients_are_exact();
   neighbours_are_one_run();
+  no_run_is_of_two_slots();
   what_does_not_exist_is_refused();
   std::puts("page words: well");
   return 0;

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
-from attnstore_vllm.index.sections import Need, Reach, fit, proven, walk
+from attnstore_vllm.index.sections import Need, Reach, backed, fit, proven, walk
 from tests.helpers import sequence_of
 
 CHUNK = 8
@@ -335,3 +335,55 @@ def test_groups_and_holes_have_names_of_their_own(group: int) -> None:
     sequence = sequence_of(list(range(16)), chunk_tokens=CHUNK)
     keys = [sequence.key(1), *(sequence.section(group, hole).key(1) for hole in range(3))]
     assert len({*keys, sequence.section(3 - group, 0).key(1)}) == 5
+
+
+@given(stores(), st.integers(0, 3), st.booleans(), st.data())
+@settings(max_examples=400)
+def test_a_shorter_part_of_an_offer_is_backed_or_it_is_not(
+    case: tuple[list[Need], int, Stored], local: int, has_spine: bool, data: st.DataObject
+) -> None:
+    """vLLM takes any part of what was offered, from its first token on: against all tokens that
+    each group needs of just that part."""
+    needs, num_tokens, stored = case
+    if not has_spine:
+        needs = [Need(0, Reach.WINDOW, 2 * CHUNK, 4), *needs[:2]]
+    start = local * CHUNK
+    sequence = sequence_of(list(range(num_tokens)), chunk_tokens=CHUNK)
+    index, _kept = filled(sequence, stored)
+    if has_spine:
+        spine = index.match(sequence, start, num_tokens)
+        offered = fit(index, sequence, needs, spine, start, lambda _: True)
+    else:
+        offered, _ = walk(index, sequence, needs, start, num_tokens, lambda _: True)
+    lost = data.draw(st.sets(st.sampled_from(sorted(stored)) if stored else st.nothing()))
+    gone = {n for n, (place, _) in enumerate(stored.items()) if place in lost and place[1]}
+    left = {place: size for n, (place, size) in enumerate(stored.items()) if n not in gone}
+    there = {id(chunk) for n, chunk in enumerate(_kept) if n not in gone}
+    spine = [piece for piece in offered if piece.group == 0]
+    for stop in range(start + 1, (offered[-1].stop if offered else start) + 1):
+        part = backed(index, sequence, needs, spine, start, stop, lambda c: id(c) in there)
+        assert bool(part) == is_backed(needs, left, start, stop), stop
+        for need in needs if part else ():
+            check_pieces([p for p in part if p.group == need.group], need, start, stop)
+
+
+@given(st.sets(st.integers(1, NUM_CHUNKS * CHUNK), min_size=1), st.data())
+def test_a_shorter_part_has_its_own_state(ends: set[int], data: st.DataObject) -> None:
+    """A state backs the length that it is of, and no other."""
+    num_tokens = max(ends)
+    sequence = sequence_of(list(range(num_tokens)), chunk_tokens=CHUNK)
+    firsts = range(0, num_tokens, CHUNK)
+    stored = {(at // CHUNK, 0): (0, min(CHUNK, num_tokens - at)) for at in firsts}
+    index, kept = filled(sequence, stored)
+    for end in ends:
+        name = sequence.section(1, 0).name_up_to((end - 1) // CHUNK, TENANT, end)
+        kept.append(Chunk(name, dram=InTier(State.READY)))
+        index.add(kept[-1])
+    needs = [Need(1, Reach.STATE, 0, CHUNK)]
+    spine = index.match(sequence, 0, num_tokens)
+    offered = fit(index, sequence, needs, spine, 0, lambda _: True)
+    spine = [piece for piece in offered if piece.group == 0]
+    for stop in range(1, offered[-1].stop + 1):
+        part = backed(index, sequence, needs, spine, 0, stop, lambda _: True)
+        assert bool(part) == (stop in ends)
+        assert [piece.stop for piece in part[-1:]] == ([stop] if part else [])

@@ -14,7 +14,7 @@ fault is seen when it is made. Leases may end earlier (docs/faults.md says when,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -23,8 +23,9 @@ import pytest
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.visits import Terms, Visit
+from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit
 from attnstore_vllm.store.lookup import Lookup
+from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.types import Key
 from tests.helpers import (
     CHUNK_TOKENS,
@@ -44,6 +45,19 @@ TTLS_S: list[list[float | None]] = [[None], [20.0], [60.0], [None, 20.0, 60.0, 2
 EVICTIONS = ["attnstore", "lru", "fifo"]
 REST_S = 30.0
 """A rest is saved so long after its request's end (scheduler/rests.py)."""
+WEIGHTS = {
+    "arrive": 6,
+    "look_again": 2,
+    "begin": 3,
+    "prefetch": 1,
+    "save": 10,
+    "save_rest": 2,
+    "finish_saves": 1,
+    "end": 3,
+    "wait": 5,
+    "tick": 5,
+    "restart": 0.5,
+}
 
 
 class Clock:
@@ -83,12 +97,34 @@ class Request:
     """Chunks that it has found or computed, and for how long they are kept by it."""
     wants: set[Key] = field(default_factory=set)
     """While it waits: what it found at its last look."""
+    terms: Terms = NO_TERMS
+    is_window: bool = False
+    """No group has all tokens."""
+    shares: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By the number of a chunk of the spine that it has found: how long, and up to when, all who
+    used that have it kept."""
     next_save: int = 0
     ended_at: float = math.inf
 
     @property
     def id(self) -> str:
         return f"request-{self.number}"
+
+    def shared(self, number: int) -> tuple[float, float]:
+        """For how long, and up to when, it may have its chunk of this number kept. What it found
+        behind a window it has not looked at before it."""
+        if number not in self.shares and number < min(self.shares, default=0):
+            number = min(self.shares)
+        return self.shares.get(number, (self.ttl_s, 0.0))
+
+    def kept_by(self, name: ChunkName, group: int) -> tuple[float, float]:
+        """The same of a chunk that it saves. What it saves of a group beside the spine is of tokens
+        that others may have in the spine alone: it is kept as long as those."""
+        ttl_s = self.used.get(name.key, self.ttl_s)
+        if group == 0 and not self.is_window:
+            return ttl_s, 0.0
+        of_tokens_s, end = self.shared(name.position // CHUNK_TOKENS)
+        return max(ttl_s, of_tokens_s), end
 
     def names(self) -> list[ChunkName]:
         sequence = sequence_of(self.tokens)
@@ -123,11 +159,12 @@ class Oracle:
             if by is None or kept.by is None or by.since >= kept.by.since:
                 kept.by = by
 
-    def compute(self, key: Key, now: float, ttl_s: float, by: Request) -> None:
+    def compute(self, key: Key, now: float, ttl_s: float, by: Request, end: float) -> None:
+        """Args: end: up to when what it is a part of is kept."""
         if self.is_alive(key, now):
             self.use(key, now, ttl_s, by)
         else:
-            self.kept[key] = Kept(now + ttl_s, ttl_s, by)
+            self.kept[key] = Kept(max(end, now + ttl_s), ttl_s, by)
 
     def activity(self, request: Request, now: float) -> None:
         """The request lives: all that it has found and computed is in use by it all the time,
@@ -143,14 +180,23 @@ class Oracle:
         """It found these. Who used what stands behind a chunk has used that chunk, too."""
         longest, end, found = request.ttl_s, 0.0, dict[Key, float]()
         longest_here = request.ttl_s
-        for piece in reversed(pieces):
+        spine = [piece for piece in pieces if not piece.group and piece.first is None]
+        for piece in reversed(spine):
             kept = self.kept[piece.chunk.name.key]
             longest, end = max(longest, kept.ttl_s), max(end, kept.ends)
             if piece.chunk.name.num_tokens % GRAIN == 0:  # else the tails say who uses it
                 found[piece.chunk.name.key] = longest
             kept.ends = max(kept.ends, end)
-            if piece is pieces[-1] and piece.stop % CHUNK_TOKENS:
+            if piece is spine[-1] and piece.stop % CHUNK_TOKENS:
                 longest_here = longest
+            request.shares[piece.start // CHUNK_TOKENS] = longest, end
+        for piece in pieces[len(spine) :]:
+            is_moved = piece.first is not None  # so it is of no chunk of the request
+            ttl_s, end = (
+                (request.ttl_s, 0.0) if is_moved else request.shared(piece.start // CHUNK_TOKENS)
+            )
+            kept = self.kept[piece.chunk.name.key]
+            kept.ends, found[piece.chunk.name.key] = max(kept.ends, end), max(kept.ttl_s, ttl_s)
         for key in tails:  # one that is used with others' beginning is kept as long as that
             if self.is_alive(key, now):
                 found.setdefault(key, longest_here)
@@ -165,17 +211,24 @@ class Oracle:
 class History:
     """One store, and what happens to it. Each step is a method `do_...`."""
 
-    def __init__(self, seed: int, eviction: str) -> None:
+    weights: Mapping[str, float] = WEIGHTS
+    """By step, how often it is taken."""
+    num_texts = 5
+    """Texts that a new one leaves."""
+
+    def __init__(self, seed: int, eviction: str, clock: Clock | None = None) -> None:
         self.rng = rng = Random(seed)
-        self.clock = Clock()
+        self.clock = clock or Clock()
         self.eviction = eviction
-        self.server_ttl_s = rng.choice([None, 60.0, 60.0, 100.0])
+        self.server_ttl_s = self.server_ttl()
         self.ttls_s = rng.choice(TTLS_S)
         self.dram_slots = rng.choice([4, 6, 12])
         self.oracle = Oracle(moves=eviction != "fifo")
         self.log: list[str] = []
         self.names: dict[Key, list[int]] = {}
         """All tokens up to the end of each chunk that was saved."""
+        self.sections: dict[Key, list[int]] = {}
+        """The same of other groups than the spine."""
         self.num_requests = self.num_tokens = 0
         self.texts = [self.more(48)]
         self.running: list[Request] = []
@@ -185,7 +238,19 @@ class History:
         self.device = MemoryDevice(slab_bytes(num_records))
         slab = new_slab(num_records)
         format_device(self.device, slab)
-        self.rig = Rig(self.device, slab, self.dram_slots, options=self.options())
+        self.rig = self.open_rig(slab)
+
+    def server_ttl(self) -> float | None:
+        return self.rng.choice([None, 60.0, 60.0, 100.0])
+
+    def open_rig(self, slab: Slab) -> Rig:
+        return Rig(self.device, slab, self.dram_slots, options=self.options())
+
+    def close_rig(self) -> None:
+        self.rig.pool.close()
+
+    def lookup_of(self, tokens: Sequence[int]) -> Lookup:
+        return Lookup(sequence_of(tokens))
 
     def options(self) -> dict[str, object]:
         return {
@@ -199,13 +264,16 @@ class History:
     def play(self, num_steps: int = STEPS) -> None:
         try:
             for _ in range(num_steps):
-                step = self.rng.choices([*WEIGHTS], [*WEIGHTS.values()])[0]
-                getattr(self, f"do_{step}")()
+                self.step()
                 self.check()
         except AssertionError as error:
             raise AssertionError("\n".join([*self.log[-60:], str(error)])) from error
         finally:
             self.close()
+
+    def step(self) -> None:
+        step = self.rng.choices([*self.weights], [*self.weights.values()])[0]
+        getattr(self, f"do_{step}")()
 
     def say(self, what: str) -> None:
         self.log.append(f"{self.clock.now - 1000.0:7.1f} {what}")
@@ -224,33 +292,39 @@ class History:
         cut = max(1, rng.choice(ends))
         if rng.random() < 0.5 and cut < TOKENS_MAX:
             text = text[:cut] + self.more(rng.randint(1, min(40, TOKENS_MAX - cut)))
-            self.texts = [*self.texts[-5:], text]
+            self.texts[:] = [*self.texts[-self.num_texts :], text]
             cut = rng.randint(cut, len(text))
         own = rng.choice(self.ttls_s)
         ttls = [ttl for ttl in (own, self.server_ttl_s) if ttl is not None]
         self.num_requests += 1
-        lookup = Lookup(sequence_of(text[:cut]))
+        lookup = self.lookup_of(text[:cut])
         request = Request(
             self.num_requests, text, cut, min(ttls, default=math.inf), lookup, self.clock.now
         )
+        request.terms = self.terms(own, ttls)
         waits = rng.random() < 0.4
         if waits:
             with self.rig.store.queue() as queue:
                 queue.append(request.id)
         tails = [*self.tails(text[:cut], cut - 1)]
-        pieces, request.visit = self.rig.store.arrive(request.id, lookup, cut, 1, Terms(ttl_s=own))
+        pieces, request.visit = self.rig.store.arrive(request.id, lookup, cut, 1, request.terms)
         self.say(
             f"{request.id} arrives: {text[0]}..{text[cut - 1]} ({cut} of {len(text)}), ttl "
-            f"{own}, waits {waits}, finds {self.ends_of(pieces)}"
+            f"{own}, pin {request.terms.pin_s}, waits {waits}, finds {self.ends_of(pieces)}"
         )
         self.check_found(pieces)
         self.oracle.look(request, pieces, tails, self.clock.now)
-        hit = pieces[-1].stop // CHUNK_TOKENS if pieces else 0
+        spine = [piece for piece in pieces if not piece.group and piece.first is None]
+        hit = spine[-1].stop // CHUNK_TOKENS if spine else 0
         request.next_save = rng.choice([0, hit])
         if waits:
             self.oracle.waiting.append(request)
         else:
             self.running.append(request)
+
+    def terms(self, own: float | None, ttls: list[float]) -> Terms:
+        """Of a request whose own ttl this is, and with the server's these."""
+        return Terms(ttl_s=own)
 
     def do_look_again(self) -> None:
         if not self.oracle.waiting:
@@ -279,7 +353,7 @@ class History:
         text = self.rng.choice(self.texts)
         stop = self.rng.randint(1, len(text))
         tails = [*self.tails(text, stop)]
-        pieces = self.rig.store.find(Lookup(sequence_of(text[:stop])), 0, stop)
+        pieces = self.rig.store.find(self.lookup_of(text[:stop]), 0, stop)
         self.say(f"prefetch {text[0]}..{text[stop - 1]} ({stop}): {self.ends_of(pieces)}")
         self.check_found(pieces)
         for key in {*tails, *(piece.chunk.name.key for piece in pieces)}:
@@ -317,34 +391,58 @@ class History:
         names, number = request.names(), request.next_save
         if number == len(names):
             return
-        store, name, now = self.rig.store, names[number], self.clock.now
+        name, run = names[number], request.visit.run(number)
+        chunk = self.save_chunk(request, name, run, yields=yields)
+        request.next_save += chunk is not None or self.rng.random() < 0.8
+        if self.rng.random() < 0.8:
+            self.do_finish_saves()
+
+    def save_chunk(
+        self,
+        request: Request,
+        name: ChunkName,
+        run: Run,
+        *,
+        group: int = 0,
+        is_alone: bool = False,
+        yields: bool,
+    ) -> Chunk | None:
+        store, now, number = self.rig.store, self.clock.now, name.position // CHUNK_TOKENS
         was_known = store.residency.index.get(name.key) is not None
         was_alive = was_known and self.oracle.is_alive(name.key, now)
         again, low_value = self.rng.random() < 0.4, self.rng.random() < 0.1
+        may_pin = name.position < request.num_prompt and not low_value
+        pin_s = request.terms.pin_s if may_pin else None
         chunk = store.begin_save(
-            name, request.visit.run(number), again=again, low_value=low_value, yields=yields
+            name,
+            run,
+            pin_s,
+            again=again,
+            low_value=low_value,
+            is_alone=is_alone,
+            yields=yields,
         )
         self.say(
-            f"{request.id} saves {number}, again {again}, low {low_value}, yields {yields}: "
+            f"{request.id} saves {number} of group {group}, again {again}, low {low_value}, "
+            f"yields {yields}: "
             f"{'a copy' if chunk else 'none'}, known {was_known}"
         )
-        request.next_save += chunk is not None or self.rng.random() < 0.8
-        ttl_s = request.used.get(name.key, request.ttl_s)
+        ttl_s, end = request.kept_by(name, group)
         if chunk is not None:
-            self.names[name.key] = request.tokens[: name.position + name.num_tokens]
+            of_group = self.names if group == 0 else self.sections
+            of_group[name.key] = request.tokens[: name.position + name.num_tokens]
             self.saving.append(chunk)
         if not yields:
             self.oracle.activity(request, now)
         if chunk is not None:
             at = request.ended_at if yields else now
             if not (yields and was_alive):
-                self.oracle.compute(name.key, at, ttl_s, request)
+                self.oracle.compute(name.key, at, ttl_s, request, end)
                 request.used[name.key] = ttl_s
         elif was_known and not (yields or low_value):
             self.oracle.use(name.key, now, ttl_s, request)
             request.used[name.key] = ttl_s
-        if self.rng.random() < 0.8:
-            self.do_finish_saves()
+        return chunk
 
     def do_finish_saves(self) -> None:
         self.rig.store.finish_saves(self.saving)
@@ -382,12 +480,12 @@ class History:
         self.do_finish_saves()
         for _ in range(self.rng.choice([0, 8])):
             self.rig.store.tick()
-        self.rig.pool.close()
+        self.close_rig()
         self.say("restart")
         image, self.device = self.device.image, MemoryDevice(len(self.device.image))
         self.device.image[:] = image
         self.running, self.rests, self.oracle.waiting = [], [], []
-        self.rig = Rig(self.device, found_slab(image), self.dram_slots, options=self.options())
+        self.rig = self.open_rig(found_slab(image))
         for _ in range(self.rng.choice([1, 8])):
             self.rig.store.tick()
 
@@ -396,7 +494,7 @@ class History:
         for _ in range(4):
             self.rig.store.tick()
         self.rig.store.residency.check_integrity()
-        self.rig.pool.close()
+        self.close_rig()
 
     # ---- what must hold ----------------------------------------------------------------
 
@@ -414,31 +512,18 @@ class History:
     def check(self) -> None:
         residency = self.rig.store.residency
         for chunk in list(residency.index):
-            lease = residency.run_of(chunk).lease
+            lease, name = residency.run_of(chunk).lease, chunk.name
             ends = math.inf if lease is None else lease.expires
-            name = chunk.name
+            if (pin := residency.pinning.of(chunk, self.clock.now)) is not None:
+                ends = max(ends, pin.until)
+            tokens = (self.names | self.sections)[name.key]
             kept = self.oracle.kept.get(name.key)
             assert kept is not None
             assert ends <= kept.ends + 1e-6, (
                 f"tokens {name.position} to {name.position + name.num_tokens} of "
-                f"{self.names[name.key][0]}..{self.names[name.key][-1]} may be found for "
+                f"{tokens[0]}..{tokens[-1]} may be found for "
                 f"{ends - kept.ends} s too long ({ends - 1000} for {kept.ends - 1000})"
             )
-
-
-WEIGHTS = {
-    "arrive": 6,
-    "look_again": 2,
-    "begin": 3,
-    "prefetch": 1,
-    "save": 10,
-    "save_rest": 2,
-    "finish_saves": 1,
-    "end": 3,
-    "wait": 5,
-    "tick": 5,
-    "restart": 0.5,
-}
 
 
 SEEDS = [range(80), pytest.param(range(80, 2000), marks=pytest.mark.long)]

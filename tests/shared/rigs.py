@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def make(settings: dict[str, Any], namespace: bytes, **options: Any) -> MakeShar
         namespace=namespace,
         where="a test's store",
         chunk_tokens=CHUNK_TOKENS,
-        clock=time.monotonic,
         **(given | options),
     )
 

@@ -12,7 +12,7 @@ HBM, DRAM and NVMe, through tails, holes, branches, states, preemptions, aborts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -52,6 +52,10 @@ class Names:
 
     namespace: bytes | None = NAMESPACE
 
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        """No test of these changes weights."""
+        raise AssertionError(live)
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -86,6 +90,8 @@ class GroupWorld:
 
     seed: int
     groups: tuple[Group, ...]
+    cuts: bool = False
+    """The engine may take less than it is offered, and in a later step."""
     random: Random = field(init=False)
     disk: SimulatedDisk = field(init=False)
     counts: Counter[str] = field(init=False, default_factory=Counter)
@@ -94,6 +100,9 @@ class GroupWorld:
     waiting: list[Job] = field(init=False)
     remote: dict[str, Job] = field(init=False)
     """Whose load runs ahead; none of them is scheduled."""
+    late: dict[str, tuple[int, int]] = field(init=False)
+    """Of those in `remote` that have not taken what they were offered: that, and the tokens before.
+    """
     leaving: set[str] = field(init=False)
     """Requests that ended while their load ran ahead."""
     running: list[Job] = field(init=False)
@@ -143,6 +152,7 @@ class GroupWorld:
         geometry = geometry_of(self.groups)
         random = self.random
         self.waiting, self.running, self.remote, self.leaving = [], [], {}, set()
+        self.late = {}
         self.hbm = GroupMemory(self.groups, random.choice((90, 160)), random)
         self.pool = open_pool(random.choice((10, 20, 50)), geometry.slot_bytes)
         eviction: Literal["attnstore", "lru"] = random.choice(("attnstore", "lru"))
@@ -154,7 +164,7 @@ class GroupWorld:
         )  # fmt: skip
         engine = EngineFacts(
             needs=needs_of(self.groups), rows=rows, gives_blocks_away=not self.zeroes,
-            step_tokens=self.budget,
+            step_tokens=self.budget, cuts_hits=self.cuts,
         )  # fmt: skip
         harness = Harness(clock=self._clock, threaded=False)
         self.store = SimulatedStore(self.pool, slab, self.disk, config, engine, harness=harness)
@@ -262,6 +272,8 @@ class GroupWorld:
             self.hbm.forget_before(name, job.num_computed_tokens)
             tables = self.hbm.get_block_ids(name)
         keeps, _ = self.scheduler.request_finished(job, tables)
+        if self.late.pop(name, None):
+            del self.remote[name]
         if name in self.remote:
             self.leaving.add(name)
         elif not keeps:
@@ -280,6 +292,9 @@ class GroupWorld:
         if self.running and self.random.random() < 0.02:
             self._preempt(self.random.choice(self.running), preempted)
         counts: dict[Job, int] = {}
+        for name in [name for name in self.late if self.random.random() < 0.5]:
+            self._take(self.remote[name], *self.late.pop(name))
+            self.counts["taken late"] += 1
         old = self._go_on(counts, preempted)
         self._start(counts, preempted)
         told = {job.request_id: (job.num_computed_tokens, n) for job, n in counts.items()}
@@ -379,6 +394,9 @@ class GroupWorld:
                 found, is_ahead = self.scheduler.get_num_new_matched_tokens(job, local)
                 if found is None:
                     continue
+                if self.cuts and found:
+                    found = self._cut(found)
+                    is_ahead = is_ahead and found > 0
                 at = local + found
                 count = 0 if is_ahead else self._count(job, at, budget)
                 stop = at + count
@@ -388,7 +406,10 @@ class GroupWorld:
                 if is_full:
                     self.hbm.give_back(job.request_id)
                     return
-                self._take(job, local, found)
+                if is_ahead and self.cuts and self.random.random() < 0.2:
+                    self.late[job.request_id] = local, found
+                else:
+                    self._take(job, local, found)
                 if is_ahead:
                     self.waiting.remove(job)
                     self.remote[job.request_id] = job
@@ -397,6 +418,15 @@ class GroupWorld:
             self.running.append(job)
             counts[job] = count
             budget -= count
+
+    def _cut(self, found: int) -> int:
+        """How much of an offer is taken."""
+        choice = self.random.random()
+        if choice < 0.3:
+            return found
+        self.counts["cut"] += 1
+        taken = 0 if choice < 0.35 else self.random.randrange(1, found + 1)
+        return taken if choice < 0.5 else taken // 16 * 16
 
     def _take(self, job: Job, local: int, found: int) -> None:
         """It has blocks, and takes what it was offered."""
@@ -468,7 +498,8 @@ class GroupWorld:
     def _report(self, plan: StepPlan) -> None:
         freed = self.saves.take_freed()
         received, failed = self.loads.take_received()
-        assert not failed
+        assert self.cuts or not failed
+        self.scheduler.on_failed_requests(failed)
         saved, given_up = self.saves.take_finished()
         seen = Seen.SAME if plan.looks_at_weights else Seen.NOTHING
         done = Counter([*self.loads.take_finished(), *saved, *given_up])
@@ -477,14 +508,18 @@ class GroupWorld:
         self.counts["given up"] += len(given_up)
         for name in freed:
             self.hbm.give_back(name)
-        for name in received:
+        for name in sorted(received | failed):
             job = self.remote.pop(name)
             if name in self.leaving:
                 self.leaving.remove(name)
                 self.hbm.give_back(name)
                 continue
-            job.is_received = True
-            self.counts["received"] += 1
+            self.counts["received"] += name in received
+            self.counts["refused"] += name in failed
+            job.is_received = name in received
+            if name in failed:  # vLLM begins it anew
+                self.hbm.give_back(name)
+                job.num_computed_tokens = job.local = 0
             self.waiting.insert(0, job)
 
     # ---- what happens to it ------------------------------------------------------------

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many seeds: python -m tests.simulation.run [--seeds N] [--first SEED] [--steps N] [--groups]
+"""Many seeds: python -m tests.simulation.run [--seeds N] [--first SEED] [--steps N]
+    [--groups [--cuts]]
 
 With --groups it is a vLLM in small that runs, with models of several KV cache groups, one after
-the other.
+the other; with --cuts it takes less than it is offered.
 
 A failure prints its seed; `--first SEED --seeds 1` plays it again.
 """
@@ -34,11 +35,21 @@ def run(
 
 
 def run_groups(
-    model: str, first: int, seeds: int, steps: int, *, progress: bool = False
+    model: str,
+    first: int,
+    seeds: int,
+    steps: int,
+    *,
+    progress: bool = False,
+    cuts: bool = False,
 ) -> Counter[str]:
-    """The same for a model of several KV cache groups (group_memory.py: MODELS)."""
+    """The same for a model of several KV cache groups (group_memory.py: MODELS).
+
+    Args:
+        cuts: see GroupWorld.
+    """
     groups = MODELS[model]
-    return _run(lambda seed: GroupWorld(seed, groups), first, seeds, steps, progress)
+    return _run(lambda seed: GroupWorld(seed, groups, cuts), first, seeds, steps, progress)
 
 
 def _run(
@@ -70,10 +81,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--third-tier", action="store_true", help="with one made of a dictionary")
     parser.add_argument("--groups", action="store_true", help="models of several KV cache groups")
+    parser.add_argument("--cuts", action="store_true", help="vLLM takes less than it is offered")
     args = parser.parse_args()
     if args.groups:
         for model in MODELS:
-            counts = run_groups(model, args.first, args.seeds, args.steps, progress=True)
+            counts = run_groups(
+                model, args.first, args.seeds, args.steps, progress=True, cuts=args.cuts
+            )
             print(f"{model}: {args.seeds} seeds, no wrong byte: {dict(sorted(counts.items()))}")
         return
     tiers = [MakeDictTier(8)] if args.third_tier else []

@@ -65,6 +65,16 @@ def test_many_seeds_of_groups(model: str) -> None:
     assert (counts["received"] > 0) == has_states or not has_states
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_less_than_was_offered_is_right_or_computed(model: str) -> None:
+    """vLLM takes any shorter part, none too, and some offers in a later step."""
+    counts = run_groups(model, 0, 3, 250, cuts=True)
+    assert counts["cut"] > 10
+    assert counts["taken late"] > 0
+    assert counts["received"] > 0, "what is backed is loaded"
+    assert counts["refused"] > 0, "what is not is computed"
+
+
 # ---- faults ----------------------------------------------------------------------------
 
 
@@ -143,6 +153,62 @@ def nothing_is_fleeting(patch: pytest.MonkeyPatch) -> None:
 def tables_are_mixed_up(patch: pytest.MonkeyPatch) -> None:
     """Blocks of the groups stay in vLLM's order."""
     patch.setattr(Scheduler, "_tables", lambda _, block_ids: block_ids)
+
+
+def any_length_is_backed(patch: pytest.MonkeyPatch) -> None:
+    """What backs the whole offer is taken to back each part of it."""
+    taken = Offers.part_taken
+
+    def whole(self: Any, state: Any, num_tokens: int) -> Any:
+        held, state.withdrawn = state.offered, None
+        if held is None or num_tokens > held.stop - held.start:
+            return taken(self, state, num_tokens)
+        state.offered = None
+        return held
+
+    patch.setattr(Offers, "part_taken", whole)
+
+
+def a_group_is_not_asked_for_less(patch: pytest.MonkeyPatch) -> None:
+    """The last group backs any shorter length."""
+    backed = sections.backed
+
+    def without_last(index: Any, sequence: Any, needs: Any, *rest: Any) -> Any:
+        return backed(index, sequence, needs[:-1], *rest)
+
+    patch.setattr(lookup, "backed", without_last)
+
+
+def a_shorter_state_is_the_nearest(patch: pytest.MonkeyPatch) -> None:
+    """The state nearest to where a shorter part ends is taken for the one that is there."""
+    backed = sections.backed
+
+    def nearest(*args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            states_of_other_lengths(inner)
+            return backed(*args)
+
+    patch.setattr(lookup, "backed", nearest)
+
+
+@pytest.mark.parametrize(
+    ("fault", "model"),
+    [
+        (any_length_is_backed, "window"),
+        (any_length_is_backed, "local"),
+        (any_length_is_backed, "state"),
+        (a_group_is_not_asked_for_less, "two windows"),
+        (a_group_is_not_asked_for_less, "window and state"),
+        (a_shorter_state_is_the_nearest, "state"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_faults_of_shorter_parts_are_seen(
+    fault: Callable[[pytest.MonkeyPatch], None], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=r"seed \d+"):
+        run_groups(model, 0, SEEDS_OF_A_FAULT, 250, cuts=True)
 
 
 @pytest.mark.parametrize(

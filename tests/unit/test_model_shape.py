@@ -32,9 +32,47 @@ FALCON_7B = {
 DEEPSEEK_V3 = {
     "num_hidden_layers": 61,
     "num_attention_heads": 128,
+    "hidden_size": 7168,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
 }
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+}  # fmt: skip
+GLM_5 = {
+    "model_type": "glm_moe_dsa", "num_hidden_layers": 78, "num_attention_heads": 64,
+    "hidden_size": 6144, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128,
+    "index_n_heads": 32, "index_topk": 2048,
+}  # fmt: skip
+KIMI_LINEAR = {
+    "model_type": "kimi_linear", "num_hidden_layers": 27, "num_attention_heads": 32,
+    "hidden_size": 2304, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+        "kda_layers": [n for n in range(1, 27) if n % 4], "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+NEMOTRON_H_56B = {
+    "model_type": "nemotron_h", "num_hidden_layers": 118, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "hidden_size": 8192, "head_dim": 128, "mamba_num_heads": 256,
+    "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 256, "conv_kernel": 4,
+    "hybrid_override_pattern": (
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-"
+        "M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    ),
+}  # fmt: skip
+GRANITE4_SMALL = {
+    "model_type": "granitemoehybrid", "num_hidden_layers": 40, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64,
+    "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2,
+    "layer_types": 4 * [*5 * ["mamba"], "attention", *4 * ["mamba"]],
+}  # fmt: skip
+FALCON_H1_34B = {
+    "model_type": "falcon_h1", "num_hidden_layers": 72, "num_attention_heads": 20,
+    "num_key_value_heads": 4, "hidden_size": 5120, "head_dim": 128, "mamba_d_ssm": 4096,
+    "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_n_groups": 2, "mamba_d_state": 256,
+    "mamba_d_conv": 4, "mamba_expand": 2,
+}  # fmt: skip
 GEMMA3_27B = {
     "model_type": "gemma3_text",
     "num_hidden_layers": 62,
@@ -89,6 +127,7 @@ def test_bytes_of_a_token() -> None:
     assert full({"text_config": LLAMA_65B}, 1) == 1_310_720
     assert full(FALCON_7B) == 2 * 32 * 64 * 2
     assert full(DEEPSEEK_V3) == 61 * 576 * 2
+    assert full(DEEPSEEK_V32) == 61 * (576 * 2 + 132)
     assert full(LLAMA_65B | {"sliding_window": 4096, "use_sliding_window": False}) == 2_621_440
 
 
@@ -128,13 +167,55 @@ def test_a_conversation_of_gemma3() -> None:
             LLAMA_65B | {"layer_types": 80 * ["sliding_attention"], "sliding_window": 9},
             "does not serve",
         ),
-        (LLAMA_65B | {"layer_types": 80 * ["mamba"]}, r"\['mamba'\]"),
+        (LLAMA_65B | {"layer_types": 80 * ["mamba3"]}, r"\['mamba3'\]"),
         (LLAMA_65B | {"layer_types": ["full_attention"]}, "has 1 layers, of 80"),
         (LLAMA_65B | {"layer_types": 40 * ["linear_attention", "full_attention"]}, "recurrent"),
-        (LLAMA_65B | {"hybrid_override_pattern": "M-"}, "Mamba layers"),
-        (DEEPSEEK_V3 | {"index_head_dim": 128}, "sparse indexer"),
+        (LLAMA_65B | {"hybrid_override_pattern": "M-?"}, r"has \['\?'\]"),
+        (LLAMA_65B | {"attn_layer_period": 8}, "Mamba 1 layers"),
+        (LLAMA_65B | {"mamba_d_state": 128}, "neither layer_types nor"),
+        (DEEPSEEK_V3 | {"index_head_dim": 128, "model_type": "hy_v4"}, "sparse indexer"),
+        (DEEPSEEK_V3 | {"compress_ratios": [0, 4, 128]}, "compressed latents"),
+        (LLAMA_65B | {"sparse_attention_config": {"topk": 16}}, "sparse indexer"),
     ],
 )
 def test_what_is_not_known_is_an_error_that_teaches(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         shape_of(config, "c")
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_type", "token_bytes"),
+    [
+        (LLAMA_65B, "auto", 2_621_440),
+        (LLAMA_65B, "fp8", 1_310_720),
+        (LLAMA_65B, "nvfp4", 80 * 2 * 64 * (64 + 8)),
+        (LLAMA_65B, "int8_per_token_head", 80 * 2 * 64 * (128 + 4)),
+        (LLAMA_65B, "int4_per_token_head", 80 * 2 * 64 * (64 + 4)),
+        (DEEPSEEK_V3, "fp8", 61 * 576),
+        (DEEPSEEK_V32, "fp8_ds_mla", 61 * (656 + 132)),
+        (GLM_5 | {"index_topk_pattern": 39 * "FS"}, "auto", 78 * 1152 + 39 * 132),
+        (GLM_5 | {"index_topk_freq": 4}, "auto", 78 * 1152 + 21 * 132),
+    ],
+)
+def test_types_of_kv_and_layers_without_an_indexer(
+    config: dict[str, Any], kv_type: str, token_bytes: int
+) -> None:
+    assert shape_of(config, "c", kv_type=kv_type).token_bytes(Reach.FULL) == token_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_type", "said"),
+    [
+        (LLAMA_65B, "turboquant_k8v4", "whose bytes are not known here; known are bfloat16"),
+        (LLAMA_65B, "fp8_ds_mla", "it keeps none"),
+        (DEEPSEEK_V3, "nvfp4", "of a latent of 512 and 64"),
+        (DEEPSEEK_V3, "int8_per_token_head", "of a latent"),
+        (DEEPSEEK_V3 | {"kv_lora_rank": 256}, "fp8_ds_mla", "of a latent of 256"),
+        (DEEPSEEK_V32, "fp8", "say fp8_ds_mla, or --kv-dtype-bytes 1"),
+    ],
+)
+def test_a_type_that_is_not_known_is_not_guessed(
+    config: dict[str, Any], kv_type: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        shape_of(config, "c", kv_type=kv_type)

@@ -177,7 +177,7 @@ def test_the_command_that_says_more_is_the_one_that_looks_there(tmp_path: Path) 
             assert f"`attnstore {command} {file}` says all that " in advised(argv)[1]
     whole = complete(settings(tmp_path) | {"dram": "much"})
     assert "`attnstore check FILE`" in advised([FLAG, json.dumps(whole)])[1]
-    assert advised([FLAG, yaml_file(tmp_path, fits), "-pp", "2"])[1] == "", "it says all itself"
+    assert advised([FLAG, yaml_file(tmp_path, fits), "-n", "2"])[1] == "", "it says all itself"
 
 
 def test_a_file_that_is_not_there_is_made_by_init(tmp_path: Path) -> None:

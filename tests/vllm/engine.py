@@ -52,6 +52,7 @@ class EngineSpec:
     """Reads that no request asked for would be among those that a test counts and holds up."""
     eager: bool = True
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     blocks: int = 96
     """Blocks of HBM."""
     transfer: Mapping[str, Any] | None = None
@@ -90,6 +91,7 @@ class Engine:
         arguments: dict[str, Any] = {
             "model": str(model), "dtype": "bfloat16", "max_model_len": spec.shape.max_position,
             "enforce_eager": spec.eager, "tensor_parallel_size": spec.tensor_parallel,
+            "pipeline_parallel_size": spec.pipeline_parallel,
             "num_gpu_blocks_override": spec.blocks, "disable_log_stats": False,
             "kv_transfer_config": _transfer(spec), **spec.vllm,
         }  # fmt: skip
@@ -99,6 +101,8 @@ class Engine:
         if spec.needs_images:
             stand_in_for_torchvision(spec.models / "stand_ins")
         self.llm = LLM(**arguments)
+        if spec.pipeline_parallel > 1:
+            self.llm.collective_rpc(make_room_for_hidden_states)
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.done: set[str] = set()
         self.holding: set[str] = set()
@@ -211,7 +215,9 @@ class Engine:
 
     def drain(self) -> None:
         """Step until vLLM has nothing to do: the blocks that saves held are free again."""
-        self.wait_for(lambda: not self.scheduler.has_requests(), self.step)
+        self.wait_for(
+            lambda: not (self.scheduler.has_requests() or self.core.batch_queue), self.step
+        )
 
     def settle(self) -> None:
         """drain(), and wait until everything is written back."""
@@ -360,6 +366,18 @@ def read_kv(worker: Any, block_ids: Sequence[int]) -> list[list[bytes]]:
 def ranks_memory(worker: Any) -> str:
     """What the names of the memory begin with that the ranks share with each other."""
     return os.environ.get("VLLM_DIST_IDENT", "")
+
+
+def make_room_for_hidden_states(worker: Any) -> None:
+    """For what a stage gets from the one before. vLLM's CPU build makes that room when it warms up
+    for its compiler: so its eager engines with several stages end at their first step."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
 
 
 def poison(worker: Any) -> None:

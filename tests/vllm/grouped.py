@@ -130,7 +130,7 @@ class GroupedWorker(ScriptedWorker):
         if not replays and kind.reach != "state":
             self.side.wait_for_layer(name)
         for run in runs:
-            named = self._first_layer + layer_of(group, region)
+            named = self.first_layer + layer_of(group, region)
             look = self._see_state if kind.reach == "state" else self._see_tokens
             look = self._see_drafts if kind.ahead else look
             look(run, kind, run.row.tables[group], hbm, named)

@@ -55,9 +55,10 @@ class EngineHost:
         self.log = log
         self._call_deadline_s = call_deadline_s
         environment = dict(ENVIRONMENT)
-        if spec.tensor_parallel > 1:
+        num_ranks = spec.tensor_parallel * spec.pipeline_parallel
+        if num_ranks > 1:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-                str(rank) for rank in range(spec.tensor_parallel)
+                str(rank % (os.cpu_count() or 1)) for rank in range(num_ranks)
             )
         context = _forking()
         self._pipe, theirs = context.Pipe()

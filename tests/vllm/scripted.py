@@ -92,6 +92,7 @@ class ScriptedEngine:
         assert transfer is not None
         self.workers = []
         for rank in range(num_ranks):
+            of_rank, first_layer = self._shapes_of(rank, geometry)
             pool = SharedPool(
                 pool_name(str(transfer.engine_id), store),
                 limits.dram_slots,
@@ -100,7 +101,9 @@ class ScriptedEngine:
                 member=rank,
                 num_parts=parts_of(geometry, limits.dram_slots)[0],
             )
-            worker = self.worker_type(pool, geometry, num_blocks, seed, make_engine, rank)
+            worker = self.worker_type(
+                pool, of_rank, num_blocks, seed, make_engine, rank, first_layer
+            )
             self.workers.append(worker)
         self.pool, self.worker = pool, self.workers[0]
         self._aggregator = KVOutputAggregator(num_ranks)
@@ -144,6 +147,10 @@ class ScriptedEngine:
             num_ranks, limits.layers, BLOCK, page_bytes, limits.chunk_tokens
         )
         return cache, geometry
+
+    def _shapes_of(self, rank: int, geometry: Geometry) -> tuple[Geometry, int]:
+        """The shapes to a rank, and the number of its first layer among those of all ranks."""
+        return geometry, rank * geometry.num_layers
 
     def _set(self, config: VllmConfig) -> None:
         """What the model would have set."""

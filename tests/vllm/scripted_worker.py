@@ -119,6 +119,7 @@ class ScriptedWorker:
     Args:
         make_engine: of copies; None: the one that the worker chooses.
         rank: its KV differs from that of others; with the same seed it samples the same tokens.
+        first_layer: its number among those of all ranks.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class ScriptedWorker:
         seed: int,
         make_engine: MakeEngine | None = None,
         rank: int = 0,
+        first_layer: int = 0,
     ) -> None:
         regions = geometry.layer_names
         self.names = list(regions)
@@ -146,6 +148,8 @@ class ScriptedWorker:
         """The true tokens of every request that ever ran."""
         self.rows: list[Row] = []
         """What else they were, in the same order."""
+        self.towers: Callable[[NewRequestData], str] = lambda _: ""
+        """What the encoder works with for a request, but the model."""
         self.base: Callable[[NewRequestData], bytes] = lambda _: b""
         """What the KV of a request depends on, but tokens and pictures."""
         self.deluded: Callable[[str], bool] = lambda _: False
@@ -163,7 +167,7 @@ class ScriptedWorker:
         self._rows: dict[str, Row] = {}
         self._news: dict[str, NewRequestData] = {}
         self._random = Random(seed)
-        self._first_layer = rank * geometry.num_layers
+        self.first_layer = first_layer
         self.side = _Worker(pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0)
         self.side.make = make_engine
         self.side.register_kv_caches(
@@ -251,7 +255,7 @@ class ScriptedWorker:
         for new in output.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             # Also of a streaming session that goes on: the next input replaces what was known.
-            pictures = [self._picture(feature) for feature in new.mm_features]
+            pictures = [self._picture(feature, self.towers(new)) for feature in new.mm_features]
             tables = [list(block_ids) for block_ids in new.block_ids]
             row = Row(
                 list(new.prompt_token_ids),
@@ -284,10 +288,11 @@ class ScriptedWorker:
                 self._align(row, request_id, cached.num_output_tokens[i])
         return starts
 
-    def _picture(self, feature: MultiModalFeatureSpec) -> Picture:
+    def _picture(self, feature: MultiModalFeatureSpec, tower: str) -> Picture:
         """As the model sees it: vLLM's encoder runs once for all inputs of one name."""
         at = feature.mm_position
-        content = self.encoded.setdefault(feature.identifier, feature.mm_hash or feature.identifier)
+        made = f"{feature.mm_hash or feature.identifier}{tower}"
+        content = self.encoded.setdefault(feature.identifier, made)
         return Picture(content, at.offset, at.length)
 
     def _forward(
@@ -346,14 +351,14 @@ class ScriptedWorker:
     def _believe(self, row: Row, start: int) -> None:
         """Continue from what is in HBM, whatever it is."""
         found = self.hbm[0][np.array(row.block_ids)].reshape(-1, TOKEN_KV)[:start]
-        in_hbm = found ^ in_layer([bytes(TOKEN_KV)], self._first_layer)
+        in_hbm = found ^ in_layer([bytes(TOKEN_KV)], self.first_layer)
         row.kv[:] = [kv.tobytes() for kv in in_hbm]
 
     def _compute(self, layer: int, runs: list[_Run], *, replays: bool) -> None:
         """One layer, as with kernels that do not write their own KV: the new tokens' comes before
         the hook that waits. A graph that replays calls no hooks."""
         self.between()
-        hbm, named = self.hbm[layer], self._first_layer + layer
+        hbm, named = self.hbm[layer], self.first_layer + layer
         for run in runs:
             for at, kv in enumerate(in_layer(run.written, named), start=run.start):
                 hbm[run.row.block_ids[at // BLOCK], at % BLOCK] = kv

@@ -24,7 +24,7 @@ from attnstore_vllm.index.keys import SequenceKeys, chunk_key, encode_tokens, ro
 from attnstore_vllm.scheduler.scheduler import Scheduler as OurScheduler
 from attnstore_vllm.types import Key
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
-from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV, VOCAB, extend_kv, in_layer
+from tests.vllm.scripted_worker import BLOCK, TOKEN_KV, VOCAB, extend_kv, in_layer
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,12 @@ def check_stored(engine: ScriptedEngine) -> int:
         extend_kv(kv, known[prefix])
         slot = np.frombuffer(engine.pool.slot(chunk.dram.slot), dtype=np.uint8)
         layer_bytes, num_bytes = CHUNK * TOKEN_KV, chunk.name.num_tokens * TOKEN_KV
-        for layer in range(LAYERS * len(engine.workers)):
-            wanted = in_layer(kv[chunk.name.position :], layer).tobytes()
-            assert slot[layer * layer_bytes :][:num_bytes].tobytes() == wanted
+        for worker in engine.workers:
+            geometry, rank = worker.side.geometry, worker.side.rank
+            for layer in range(geometry.num_layers):
+                wanted = in_layer(kv[chunk.name.position :], worker.first_layer + layer).tobytes()
+                at = geometry.part_at(rank) + layer * layer_bytes
+                assert slot[at:][:num_bytes].tobytes() == wanted
         checked += 1
     return checked
 

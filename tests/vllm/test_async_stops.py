@@ -138,8 +138,13 @@ def new_weights(engine: ScriptedEngine, *, is_told: bool) -> None:
             engine.step()
     else:
         raise AssertionError("no reset succeeded")
+    resume(engine, _Weights.version + 1)
+
+
+def resume(engine: ScriptedEngine, version: int) -> None:
+    """The pause is over, and the weights are these."""
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
-    _Weights.version += 1
+    _Weights.version = version
     for row in engine.worker._rows.values():
         row.kv.clear()
 
@@ -174,11 +179,11 @@ def play_with_resets(engine: ScriptedEngine, seed: int, *, is_told: bool = True)
     random = Random(seed)
     seen = [_Weights.version]
 
-    def changed() -> Seen:
+    def look() -> tuple[Seen, bytes | None]:
         seen.append(_Weights.version)
-        return Seen.CHANGED if seen[-1] != seen[-2] else Seen.SAME
+        return (Seen.CHANGED if seen[-1] != seen[-2] else Seen.SAME), None
 
-    engine.worker.side._weights = changed
+    engine.worker.side.look_at_weights = look
     beginnings = [plain(random, 120) for _ in range(2)]
     for i in range(60):
         prompt = [*random.choice(beginnings)[: random.randrange(60, 120)], *plain(random, 10)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -114,3 +115,10 @@ def test_a_name_without_its_content_is_no_key() -> None:
 def test_embeddings_are_left_alone() -> None:
     assert bypasses(request(prompt_embeds=torch.zeros(64, 4), prompt_token_ids=None))
     assert bypasses(request(prompt_embeds=torch.zeros(64, 4), prompt_is_token_ids=[True] * 64))
+
+
+@pytest.mark.parametrize("params", ["do_remote_prefill", ["do_remote_prefill"], 7, 0.5])
+def test_params_of_another_type_are_none(params: Any) -> None:
+    """As `vllm_xargs` brings them, which are no objects."""
+    how = SamplingParams(extra_args={"kv_transfer_params": params})
+    assert keys(request(sampling_params=how)) == keys(request())

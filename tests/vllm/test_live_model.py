@@ -162,3 +162,29 @@ def test_a_weight_that_is_transposed_in_place() -> None:
     before = digest(model)
     model.weight.data = model.weight.data.t()
     assert digest(model) != before
+
+
+def test_names_of_what_is_in_memory() -> None:
+    """By content: what comes back has the name that it had."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()])})
+    weights = watch(model)
+    assert weights.name == b"", "those of the start"
+    plain = model.get_submodule("layers.0").plain
+    names = []
+    for add in (1, 1, -1, -1):
+        plain.data[0, 0] += add
+        assert weights.look() is Seen.CHANGED
+        names.append(weights.name)
+    assert names == [names[0], names[1], names[0], b""]
+    assert len({b"", *names}) == 3 and None not in names
+
+
+def test_a_packed_weight_has_no_name() -> None:
+    model = make()
+    weights = watch(model)
+    assert weights.name == b""
+    packed = model.get_submodule("layers.1")
+    assert isinstance(packed, Packed)
+    packed.pack(2)
+    assert weights.look() is Seen.CHANGED
+    assert weights.name is None

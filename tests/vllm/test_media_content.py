@@ -292,3 +292,18 @@ def test_where_no_media_are_read_names_stay_as_they_are() -> None:
             found = come(names, feature(data))
             assert found.known_tokens() == 40
             assert found.request.mm_features[0].identifier == "cam-7"
+
+
+def test_an_alias_is_no_name_that_a_client_may_give() -> None:
+    """KV events tell it to routers. It is that of the dog, whoever gives it first."""
+    names = MediaNames(read_media)
+    cat, dog = item(x=GRID), item(x=GRID + 1)
+
+    def name(data: Any, under: str = "cam-7") -> str:
+        names.end_step()
+        return come(names, feature(data, under)).request.mm_features[0].identifier
+
+    name(cat)
+    alias = name(dog)
+    assert name(cat, alias) == name(cat, alias) not in {alias, "cam-7"}
+    assert name(dog) == alias

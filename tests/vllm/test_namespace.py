@@ -147,6 +147,8 @@ OTHER: list[dict[str, Any]] = [
     {"compilation_config": {"mode": 0, "custom_ops": ["all"]}},
     {"kv_cache_dtype": "fp8_e5m2"},
     {"disable_sliding_window": True},
+    {"pipeline_parallel_size": 2},
+    {"tensor_parallel_size": 2},
 ]
 
 

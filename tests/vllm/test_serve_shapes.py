@@ -96,11 +96,11 @@ def test_a_model_with_sliding_windows(tmp_path: Path, is_served: bool) -> None:
     serving.assert_no_region()
 
 
-def test_pipeline_parallelism_is_refused(models: Path, tmp_path: Path) -> None:
+def test_several_nodes_are_refused(models: Path, tmp_path: Path) -> None:
     model = make_model(models / "serve", TINY)
     transfer = serving.in_yaml(tmp_path / "a.yaml", serving.settings(tmp_path / "store"))
-    arguments = (FLAG, transfer, "--pipeline-parallel-size", "2")
+    arguments = (FLAG, transfer, "--nnodes", "2")
     printed = serving.refused(model, tmp_path / "log", *arguments, cores="0|1")
-    assert "--pipeline-parallel-size is 2; AttnStore supports 1" in printed
-    assert "--tensor-parallel-size" in printed
+    assert "--nnodes is 2; AttnStore supports 1" in printed
+    assert "--tensor-parallel-size or --pipeline-parallel-size" in printed
     serving.assert_no_region()

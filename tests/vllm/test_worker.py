@@ -15,6 +15,7 @@ import torch
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.connector import worker as worker_module
 from attnstore_vllm.connector.worker import Worker
+from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.scheduler.open_plans import KEPT_S
@@ -153,6 +154,9 @@ class Heard:
     def mark(self) -> None:
         self.calls.append(f"{self.name} mark")
 
+    def complete(self) -> None:
+        self.calls.append(f"{self.name} complete")
+
 
 class NoPool:
     """A pool of which nothing is copied."""
@@ -183,6 +187,30 @@ def test_loads_ahead_come_after_what_is_gathered_for_others(
     worker.begin_step(StepPlan(loads=[plan], saves_before=[gone]))
     marks = ["loads mark"] if layers_before and reach == "full" else []
     assert calls == ["loads begin the step", "saves begin the step", *marks]
+
+
+def test_a_sleep_waits_for_copies_and_looks_at_addresses_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM unmaps its KV, and maps it where it was. Where it is elsewhere nothing is copied."""
+    calls: list[str] = []
+    for name in ("Loads", "Saves"):
+        heard = Heard(name.lower(), calls)
+        monkeypatch.setattr(worker_module, name, lambda *_, heard=heard, **__: heard)
+    pool: Any = NoPool()
+    groups = (Group(16, ("l0",)),)
+    worker = Worker(pool, 0, Geometry(1, (512,), groups, 16), 2, write_buffer_bytes=lambda _: 0)
+    worker.release_kv()
+    worker.restore_kv()
+    assert calls == [], "it has no KV yet"
+    kv, elsewhere = torch.zeros(2, 1, 16, 8), torch.zeros(2, 1, 16, 8)
+    worker.register_kv_caches({"l0": kv}, "a kernel")
+    worker.release_kv()
+    assert calls == ["loads complete", "saves complete"]
+    worker.restore_kv()
+    kv.data = elsewhere
+    with pytest.raises(UnsupportedError, match=r"layer l0: its KV was at .* server again"):
+        worker.restore_kv()
 
 
 @pytest.mark.parametrize(("groups", "page_bytes", "why"), [

@@ -107,7 +107,9 @@ class Sibling:
             self.wire.fds.clear()
 
     def close(self) -> None:
-        """Its pool's memory goes back with the last copy that is under way."""
+        """Its pool's memory goes back with the last copy that is under way. A probe that it has not
+        answered is not answered any more."""
+        self.breaker.forget_probe()
         if self.wire is not None:
             self.wire.close()
         self.wire = self.pool = None

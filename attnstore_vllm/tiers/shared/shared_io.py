@@ -115,6 +115,7 @@ class SharedIo(RemoteIo):
     ) -> None:
         super().__init__(context, tier)
         self.tier: SharedTier = tier
+        tier.clock = context.clock
         payload_bytes = context.pool.slot_bytes
         self.record_bytes = HEADER_BYTES + payload_bytes
         places = max(1, min(PLACES_MAX, LANE_BYTES // place_bytes(payload_bytes)))

@@ -26,6 +26,11 @@ RIPE_MAX = 256
 """Chunks that one look lets be written."""
 
 
+def no_clock() -> float:
+    """Nothing is said of a tier before its clock is set."""
+    raise AssertionError("the tier has no clock yet")
+
+
 class SharedTier(RemoteTier):
     """See the module.
 
@@ -42,13 +47,13 @@ class SharedTier(RemoteTier):
         look_ahead: LookAhead[Chunk],
         *,
         chunk_tokens: int,
-        clock: Clock,
         pause_s: float = PAUSE_S,
     ) -> None:
         super().__init__(SHARED, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=True)
         self._dram = dram
         self._chunk_tokens = chunk_tokens
-        self._clock = clock
+        self.clock: Clock = no_clock
+        """The store's, which ripen() is told the time of. Set with what moves the tier's bytes."""
         self._pause_s = pause_s
         self.is_open = False
         """Whether it may be written to: open_to()."""
@@ -66,7 +71,7 @@ class SharedTier(RemoteTier):
                 if slot in self.waiting:
                     super().place_in_dram(chunk)
                 else:
-                    self._pausing[slot] = self._clock()
+                    self._pausing[slot] = self.clock()
 
     def _may_wait(self, chunk: Chunk) -> bool:
         return (

@@ -24,7 +24,7 @@ from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_io import BANDWIDTH_BURST_S, DAILY_BURST_S, SharedIo
 from attnstore_vllm.tiers.shared.shared_tier import PAUSE_S, SharedTier
 from attnstore_vllm.tiers.tier import TierBehind
-from attnstore_vllm.types import SHARED, Clock
+from attnstore_vllm.types import SHARED
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +70,10 @@ class MakeShared:
         directory: Path | None,
         bandwidth: int | None = None,
         daily_writes: int | None = None,
-        clock: Clock,
         pause_s: float = PAUSE_S,
     ) -> None:
         self.keys = keys
-        self._tier = partial(SharedTier, chunk_tokens=chunk_tokens, clock=clock, pause_s=pause_s)
+        self._tier = partial(SharedTier, chunk_tokens=chunk_tokens, pause_s=pause_s)
         self._io = partial(
             SharedIo,
             settings=settings,
@@ -115,7 +114,6 @@ def make_shared(
         directory=directory,
         bandwidth=shared.bandwidth_bytes,
         daily_writes=shared.daily_writes_bytes,
-        clock=time.monotonic,
     )
 
 

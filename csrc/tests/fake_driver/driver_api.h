@@ -143,8 +143,8 @@ ATTNSTORE_FAKE_EXPORT void fake_reset(std::uint64_t seed);
 // From here on this is another process, with a GPU and registrations of its own; at first 0.
 ATTNSTORE_FAKE_EXPORT void fake_use(std::uint64_t process);
 // "busy": of 100 calls, how many find that time has passed; "eager", "lenient", "scattered" (0 or
-// 1): streams.h, memory.h; "driver_version"; "devices"; "register_max" and "register_total" bytes.
-// Returns 0 for a name that is none of these.
+// 1): streams.h, memory.h; "driver_version"; "devices"; "register_max" and "register_total" bytes;
+// "batch_max" runs of a cuMemcpyBatchAsync, which real ones take more slowly. Returns 0 for a name that is none of these.
 ATTNSTORE_FAKE_EXPORT int fake_set(const char* option, std::uint64_t value);
 // Calls whose names begin so go well so often, and then one returns `result`. A launch is also a
 // call of its kernel's name.

@@ -46,6 +46,7 @@ Result copy_batch(const Address* targets, const Address* sources, const std::siz
   // The real one refuses the default stream.
   if (handle == nullptr || stream == nullptr) return fake::kInvalidHandle;
   if (count == 0 || num_attributes != 1 || attributes_from[0] != 0) return fake::kInvalidValue;
+  if (count > state().batch_max) return fake::kInvalidValue;
   const int order = attributes->source_order;
   if (order < 1 || order > kAnyOrder || order == kDuringCall) return fake::kInvalidValue;
   std::vector<fake::Run> runs;

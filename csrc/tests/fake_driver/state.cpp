@@ -135,6 +135,8 @@ int fake_set(const char* option, std::uint64_t value) {
     all.devices = static_cast<int>(value);
   } else if (name == "register_max") {
     all.register_max = value;
+  } else if (name == "batch_max") {
+    all.batch_max = value;
   } else if (name == "register_total") {
     all.register_total = value;
   } else {

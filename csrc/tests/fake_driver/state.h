@@ -41,6 +41,7 @@ struct State {
   int devices = 1;
   int version = kNewest;
   std::uint64_t register_max = UINT64_MAX;
+  std::uint64_t batch_max = UINT64_MAX;
   std::uint64_t register_total = UINT64_MAX;
   std::string damage;
   std::map<std::string, std::uint64_t> counts;

@@ -107,7 +107,7 @@ def test_the_first_rank_of_an_engine_looks(tmp_path: Path, monkeypatch: pytest.M
     for name, value in (
         ("_config", lambda _: part),
         ("geometry_of", lambda *_: attributes(num_ranks=2)),
-        ("get_tensor_model_parallel_rank", lambda: 0),
+        ("rank_in_engine", lambda _: 0),
         ("gpu_nodes", lambda rank, num_ranks: [7] * num_ranks),
         ("_outer", lambda: None),
         ("warn_of_order", lambda _: None),

@@ -283,7 +283,7 @@ def test_what_a_request_waited_is_in_its_report() -> None:
         "why_not_stored": None,
         "waited_ms": 750,
     }
-    rig.state.load_failed = True
+    rig.state.load_failed = Cause.COPY_FAILED
     assert report_of(rig.state)["why_computed"] == "copy_failed"
 
 

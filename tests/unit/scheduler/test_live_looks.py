@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +15,16 @@ from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.transfer.geometry import Geometry, Group
-from attnstore_vllm.types import Seen
+from attnstore_vllm.types import Cause, Seen
 from tests.helpers import NAMESPACE, Rig, memory_rig
 from tests.vllm_objects import output, request
 
 
 class _Names:
     namespace = NAMESPACE
+
+    def be_live(self, live: Mapping[int, bytes | None]) -> None:
+        """The keys stay."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -39,7 +42,8 @@ class _Engine:
         self.pool = SimpleNamespace(cached_block_hash_to_block=object())
         one = request("one")
         media = RequestMedia(MediaNames(), one)
-        self.scheduler.requests["one"] = RequestState(one, b"", b"", 16, media, load_failed=True)
+        state = RequestState(one, b"", b"", 16, media, load_failed=Cause.COPY_FAILED)
+        self.scheduler.requests["one"] = state
         self.scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=self.pool))
 
     @property

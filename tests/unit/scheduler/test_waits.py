@@ -212,7 +212,9 @@ def test_a_request_is_counted_with_its_first_look_and_not_before(rig: Rig) -> No
 
 def test_a_request_whose_answer_is_awaited_is_not_looked_up_before(rig: Rig) -> None:
     """It was when it came: a look tells no more before the answer, and costs what one costs."""
-    anything: Any = SimpleNamespace(rank_bytes=1, chunk_tokens=1, block_tokens=1)
+    anything: Any = SimpleNamespace(
+        rank_bytes=1, chunk_tokens=1, block_tokens=1, leaves=lambda _: 1
+    )
     offers = Offers(rig.store, anything, anything, rig.waits, anything, anything, anything)
     state, looks = rig.request("one"), list[str]()
     nothing: dict[str, Any] = {"cache_salt": None, "kv_transfer_params": None, "mm_features": []}

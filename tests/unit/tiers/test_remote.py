@@ -224,3 +224,19 @@ def test_a_look_up_ends_before_what_is_not_believed(later_s: float, found: int) 
     assert not awaits_remote(lookup)
     clock.now += later_s
     assert len(rig.store.find(lookup_of(conversation(1, 64)), 0, 64)) == found
+
+
+def test_what_has_got_a_ttl_since_it_waits_is_not_written() -> None:
+    """The next turn of its conversation sends one before the tier has taken it."""
+    others, clock, tokens = Others(), Clock(), tokens_of(1, 48)
+    make = MakeRemoteDict(others, takes_writes=True)
+    rig = memory_rig(clock=clock, more_tiers=(make,), threaded=False)
+    save(rig, tokens, Terms())
+    assert len(rig.store.residency.behind[1].waiting) == 3
+    _, visit = rig.store.arrive("next", lookup_of(tokens), 48, terms=Terms(ttl_s=20.0))
+    assert visit.own.lease is not None
+    for _ in range(8):
+        rig.store.tick()
+    assert not others.records
+    rig.store.residency.check_integrity()
+    rig.pool.close()

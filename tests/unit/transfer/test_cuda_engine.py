@@ -179,6 +179,20 @@ def test_more_pages_than_a_table_has(open_rig: Opens, monkeypatch: pytest.Monkey
         assert np.array_equal(rig.pages[i // WITHIN, :, i % WITHIN], before[:, i])
 
 
+def test_no_call_of_the_driver_has_more_runs_than_it_is_fast_with(open_rig: Opens) -> None:
+    """A call of 32,768 runs takes twice as long for each as one of 1,024."""
+    rig = open_rig(rules=METHODS["dma"])
+    if rig.gpu is None:
+        pytest.skip("it is counted by the fake driver")
+    before = rig.hbm()
+    rig.save(table(*((slot, 0, slot) for slot in range(SLOTS))))
+    rig.gpu.set(batch_max=1_024)
+    pages = table(*((i % SLOTS, 0, SLOTS + i % SLOTS) for i in range(2_000)))
+    load = rig.engine.load(pages, ALL)
+    rig.settle()
+    assert load.done() and np.array_equal(rig.hbm()[:, SLOTS : 2 * SLOTS], before[:, :SLOTS])
+
+
 def test_close_completes_what_is_in_flight(open_rig: Opens) -> None:
     rig = open_rig()
     before = rig.hbm()

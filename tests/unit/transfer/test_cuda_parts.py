@@ -17,6 +17,7 @@ import torch
 from attnstore_vllm._native import PageCopier, PageShape
 from attnstore_vllm.transfer.cuda_batches import PAGES_AT_ONCE, make_batch
 from attnstore_vllm.transfer.cuda_methods import (
+    MEASURED,
     RULES,
     RULES_WITHOUT_BATCHES,
     Copy,
@@ -312,9 +313,9 @@ def test_a_device_has_the_rules_that_were_measured_on_it(
     caplog.set_level("INFO")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert rules_path() == tmp_path / ".config" / "attnstore" / "copy_rules.json"
-    assert find_rules("H200", 13000) is RULES
-    assert find_rules("H200", 12040) is RULES_WITHOUT_BATCHES
+    assert find_rules("NVIDIA A10", 13000) is RULES
     assert "not measured" in caplog.text
+    assert find_rules("H200", 12040) is RULES_WITHOUT_BATCHES
     measured = {**RULES, Copy.LOAD: (Rule(4 * KIB, Method.DMA, 12), Rule(0, Method.KERNEL, 12))}
     keep_rules("H200", only(Method.KERNEL))
     keep_rules("B200", only(Method.DMA))
@@ -324,6 +325,18 @@ def test_a_device_has_the_rules_that_were_measured_on_it(
     assert str(rules_path()) in caplog.text
     assert find_rules("B200", 13000) == only(Method.DMA)
     assert find_rules("A100", 13000) is RULES
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_a_hopper_loads_long_runs_by_dma_and_short_ones_by_the_kernel(
+    tmp_path: Path, device: str
+) -> None:
+    rules = find_rules(device, 13000, tmp_path / "none.json")
+    long, short = (choose(rules, Copy.LOAD, num_bytes) for num_bytes in (64 * KIB, 32 * KIB))
+    assert long.method is Method.DMA
+    assert (short.method, short.thread_blocks) == (Method.KERNEL, 16)
+    assert {rules[copy][0].method for copy in (Copy.SAVE, Copy.DRAIN)} == {Method.DMA}
+    assert rules[Copy.GATHER] == RULES[Copy.GATHER]
 
 
 def _all(rules: list[Any]) -> str:
@@ -345,7 +358,7 @@ def test_rules_that_cannot_be_read_are_said_and_left(
 ) -> None:
     path = tmp_path / "rules.json"
     path.write_text(text)
-    assert find_rules("H200", 13000, path) is RULES
+    assert find_rules("H200", 13000, path) is MEASURED["H200"]
     assert str(path) in caplog.text
     keep_rules("H200", only(Method.DMA), path)
     assert find_rules("H200", 13000, path) == only(Method.DMA)

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import count
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.transfer import cuda_pool
+from attnstore_vllm.transfer import cuda_pool, page_tables
 from attnstore_vllm.transfer.pool import SharedPool
 from tests.cuda_helpers import CudaRig
 from tests.engine_helpers import ALL, ORDERS, SLOTS, Rig, table
@@ -39,6 +42,41 @@ def test_a_pool_is_locked_some_slots_at_a_time(locks_two_slots: FakeGpu) -> None
     assert locks_two_slots.registered
     rig.engine.close()
     assert not locks_two_slots.registered
+
+
+def mapped_bytes(address: int) -> int:
+    """Of the mapping that this address is in: what this process has page table entries for."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", words[0]):
+            first, end = (int(part, 16) for part in words[0].split("-"))
+            inside = first <= address < end
+        elif inside and words[0] == "Rss:":
+            return int(words[1]) << 10
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_pages_are_mapped_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locking maps them one by one, some ten times as slowly."""
+    monkeypatch.setattr(page_tables, "LARGE_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(cuda_pool, "LOCK_AT_ONCE_BYTES", 2 << 20)
+    pool = SharedPool(f"attnstore-map-{os.getpid()}", 8, 1 << 20, num_ranks=1, member=0)
+    seen: list[tuple[int, int]] = []
+
+    def register_host(address: int, num_bytes: int, device: int) -> int:
+        locked = address + num_bytes - pool.address
+        seen.append((locked, mapped_bytes(pool.address)))
+        return address
+
+    native = ModuleType("native")
+    vars(native).update(register_host=register_host, unregister_host=lambda *_: None)
+    assert mapped_bytes(pool.address) < 1 << 20
+    locked = cuda_pool.LockedPool(native, 0, pool.address, 8, 1 << 20)
+    assert [end for end, _ in seen] == [2 << 20, 4 << 20, 6 << 20, 8 << 20]
+    assert all(mapped >= end for end, mapped in seen), seen
+    locked.close()
+    pool.close()
 
 
 def test_no_call_locks_slots_of_two_files(fake: FakeGpu) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from attnstore_lab.testing.memory_engine import POISON, SteppedStream
+from attnstore_vllm.transfer import worker_copies
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, pages
 from attnstore_vllm.transfer.worker_copies import Loads
 from tests.engine_helpers import ALL, LAYERS, ORDERS, Rig
@@ -312,6 +313,52 @@ def test_a_load_for_this_step(bench: Bench, hooks: tuple[int, ...]) -> None:
     assert bench.step() == Told({"request 5"}, set(), [5])
 
 
+def test_layers_are_given_some_before_they_are_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To give them all first holds up the forward pass."""
+    monkeypatch.setattr(worker_copies, "LAYERS_BEFORE_PASS", 1)
+    plan = load(1, before=0, partial=True)
+    bench.loads.begin_step((), whole=False)
+    bench.begin(plan)
+    assert bench.begun == 2, "the partly filled block, and a layer"
+    given = []
+    for layer in ALL:
+        before = bench.stream.pending + bench.stream.forced
+        bench.loads.wait_layer(layer)
+        bench.begun += bench.stream.pending + bench.stream.forced - before
+        given.append(bench.begun - 1)
+        assert bench.is_there(plan, layer)
+    assert given == [2, 3, 3]
+    assert bench.end_step() == Told(set(), set(), [1])
+
+
+@pytest.mark.parametrize("hooks", [(), (0,)], ids=str)
+def test_what_no_hook_gave_is_given_when_the_step_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, hooks: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(worker_copies, "LAYERS_BEFORE_PASS", 1)
+    plan = load(1, before=0)
+    bench.loads.begin_step((), whole=False)
+    bench.begin(plan)
+    for layer in hooks:
+        bench.loads.wait_layer(layer)
+    assert bench.end_step() == Told(set(), set(), [1])
+    assert all(bench.is_there(plan, layer) for layer in ALL)
+
+
+def test_a_load_ahead_is_behind_all_layers_of_this_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_copies, "LAYERS_BEFORE_PASS", 1)
+    now, ahead = load(1, before=0), load(2, before=1, slot=2, blocks=(10, 11))
+    bench.loads.begin_step((), whole=False)
+    bench.begin(now, ahead)
+    bench.forward(now)
+    assert bench.over == LAYERS, "it waits for the load ahead"
+    assert bench.end_step() == Told(set(), set(), [1])
+
+
 def test_a_load_for_this_step_comes_after_what_was_begun_before(bench: Bench) -> None:
     ahead, now = load(1, before=3), load(2, before=0, slot=2, blocks=(10, 11))
     bench.step(ahead)
@@ -342,3 +389,18 @@ def test_where_copies_do_not_run_beside_the_model() -> None:
     loads.end_step()
     assert loads.take_finished() == [1]
     assert loads.take_times()[0] == 0.0
+
+
+@every_load_ahead
+def test_before_a_sleep_all_is_written(ahead: Ahead) -> None:
+    """From complete() on the device's memory may be gone; what became of the load is told later."""
+    for over in range(ahead.pieces + 1):
+        bench, plan = Bench(), ahead.plan()
+        bench.step(plan)
+        bench.go_on_to(over)
+        bench.loads.complete()
+        assert bench.stream.pending == 0
+        given_away = bench.give_away()
+        assert bench.step() == Told({plan.request_id}, set(), [plan.plan_id])
+        assert bench.blocks() == given_away
+        assert bench.step() == NOTHING

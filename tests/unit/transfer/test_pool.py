@@ -22,7 +22,14 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.preflight import SHM_DIR
 from attnstore_vllm.transfer import pool as pool_module
 from attnstore_vllm.transfer import pool_files
-from attnstore_vllm.transfer.pool import RANKS_MAX, REFUSAL, SLOTS_AT, SharedPool, pool_name
+from attnstore_vllm.transfer.pool import (
+    RANKS_MAX,
+    REFUSAL,
+    SLOTS_AT,
+    SharedPool,
+    peek,
+    pool_name,
+)
 from attnstore_vllm.transfer.region import sweep
 
 NUM_SLOTS, SLOT_BYTES = 3, 8192
@@ -159,6 +166,26 @@ def test_a_rank_that_has_not_published(new_name: Names) -> None:
     assert pool.description(0) is None
     assert pool.description(1) == {"shape": [2, 3]}
     pool.close()
+
+
+def test_who_is_no_member_yet_reads_what_is_published(new_name: Names) -> None:
+    """The scheduler side of a pipeline: how large slots are is in it."""
+    name = new_name()
+    assert peek(name, 0) is None, "there is no region"
+    (SHM_DIR / name).touch(mode=0o600)
+    assert peek(name, 0) is None, "its creator has not come to it"
+    (SHM_DIR / name).unlink()
+    pool = member(name, 0, num_ranks=2)
+    assert peek(name, 0) is None
+    pool.publish(0, {"stages": [[[4096, 3]]]})
+    assert peek(name, 0) == {"stages": [[[4096, 3]]]} == pool.description(0)
+    assert peek(name, 1) is None
+    pool.refuse(1, "no")
+    assert peek(name, 1) == {REFUSAL: "no"}
+    others = [member(name, number, num_ranks=2) for number in (1, 2)]
+    assert peek(name, 0) is None, "all have come, and its name is gone"
+    for one in (pool, *others):
+        one.close()
 
 
 def test_a_description_without_room_is_a_refusal(new_name: Names) -> None:

@@ -20,7 +20,7 @@ from attnstore_vllm.preflight import SHM_DIR
 from attnstore_vllm.transfer import pool_files, pool_memory
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.engine import CpuEngine
-from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import LayerLayout
 from attnstore_vllm.transfer.plan import ChunkCopy, pages
 from attnstore_vllm.transfer.pool import SLOTS_AT, SharedPool
@@ -112,6 +112,29 @@ def test_nvme_gets_the_bytes_that_whole_slots_have(num_ranks: int, replicas: int
             kv[:] = 0
             CpuEngine(pool.address, NUM_SLOTS, 0, geometry.of_a_part(), layouts).load(TABLE, ALL)
             assert np.array_equal(kv[:, [6, 1, 5]], saved[:, [6, 1, 5]])
+
+
+def test_parts_of_unequal_stages_lie_apart_too() -> None:
+    """Two ranks of a pipeline: each maps its own part, which has room for the larger stage."""
+    one = Geometry.uniform(2, LAYERS, 16, PAGE, BLOCKS * 16)
+    stages = (one.regions, one.regions[:1])
+    geometry = Geometry(2, one.regions, one.groups, one.chunk_tokens, 1, stages)
+    smaller = Geometry(2, stages[1], (Group(16, ("l3",)),), one.chunk_tokens, 1, stages)
+    whole = np.zeros((NUM_SLOTS, geometry.slot_bytes), np.uint8)
+    with members(geometry) as (*ranks, scheduler):
+        for rank, g in enumerate((geometry, smaller)):
+            kv, layouts = kv_of(rank)
+            layouts, layers = layouts[: g.num_layers], range(g.num_layers)
+            CpuEngine(whole.ctypes.data, NUM_SLOTS, rank, g, layouts).save(TABLE, layers)
+            place = (ranks[rank].address, NUM_SLOTS, 0, g.of_a_part(), layouts)
+            CpuEngine(*place).save(TABLE, layers)
+            saved = kv.copy()
+            kv[:] = 0
+            CpuEngine(*place).load(TABLE, layers)
+            some = kv[: g.num_layers, [6, 1, 5]]
+            assert np.array_equal(some, saved[: g.num_layers, [6, 1, 5]])
+        assert whole.any()
+        assert all(bytes(scheduler.slot(i)) == whole[i].tobytes() for i in range(NUM_SLOTS))
 
 
 def mapped_bytes(pool: SharedPool) -> int:

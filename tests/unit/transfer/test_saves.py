@@ -378,3 +378,17 @@ def test_a_fleeting_save_is_made_in_its_step_or_never(bench: Bench) -> None:
     assert bench.step() == Told([0], [], set())
     assert not bench.stored(late).any(), "it was read when its blocks were others'"
     bench.check_rows()
+
+
+def test_before_a_sleep_all_is_read(bench: Bench) -> None:
+    """From complete() on the device's memory may be gone; what became of the save is told later."""
+    plan = save(0, 4, 5)
+    wanted = bench.content(plan)
+    assert bench.step(before=[plan]) == NOTHING
+    assert bench.stream.pending
+    bench.saves.complete()
+    assert not bench.stream.pending
+    bench.others_write([plan])
+    assert bench.step() == Told([plan.plan_id], [], set())
+    assert np.array_equal(bench.stored(plan), wanted)
+    bench.check_rows()

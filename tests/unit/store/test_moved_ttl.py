@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV that is moved is of another conversation: a request that takes it has its own ttl for its own,
+and the chunks that it takes are kept as long as the longest of their users said."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnstore_vllm.config.settings import TruncationConfig
+from attnstore_vllm.policy.visits import NO_TERMS, Terms
+from attnstore_vllm.store.lookup import Lookup
+from tests.helpers import Rig, Rigs, lookup_of, name_of, names_of, sequence_of, tokens_of
+from tests.unit.policy.test_visits import Clock
+
+MOVES = TruncationConfig(enabled=True, min_tokens=32, shared_by="everyone")
+SHORT, LONG = Terms(ttl_s=20.0), Terms(ttl_s=600.0)
+
+
+def serve(rig: Rig, tokens: list[int], terms: Terms, *, moves: bool = False) -> int:
+    """A request for all these tokens. Returns up to where it finds KV."""
+    sequence = sequence_of(tokens)
+    lookup = Lookup(sequence, finds_moved=moves)
+    pieces, visit = rig.store.arrive("request", lookup, len(tokens), 1, terms)
+    for number, name in enumerate(names_of(sequence)):
+        chunk = rig.store.begin_save(name, visit.run(number))
+        if chunk is not None:
+            rig.store.finish_saves([chunk])
+            rig.store.may_be_moved(name, sequence.root)
+    return pieces[-1].stop if pieces else 0
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def rig(open_rig: Rigs, clock: Clock) -> Rig:
+    return open_rig(64, 64, clock=clock, truncation=MOVES)[0]
+
+
+def test_a_request_that_takes_moved_kv_has_its_own_ttl(rig: Rig, clock: Clock) -> None:
+    """More pieces are found than they fill chunks of its prompt: they begin at any token."""
+    source = tokens_of(1, 192)
+    serve(rig, source, NO_TERMS)
+    cut = source[:20] + source[70:170] + tokens_of(2, 40)
+    assert serve(rig, cut, SHORT, moves=True) == 118
+    clock.now += 25.0
+    rig.store.residency.now = clock.now
+    for number in range(1, 10):
+        own = rig.chunk(name_of(sequence_of(cut), number))
+        assert rig.store.residency.has_expired(own), f"chunk {number}: used 25 s ago, ttl 20"
+
+
+def test_what_is_moved_is_kept_as_long_as_its_users_said(rig: Rig, clock: Clock) -> None:
+    """And not as what stands before it in the prompt, which others share."""
+    system, source = tokens_of(3, 20), tokens_of(1, 192)
+    serve(rig, system, NO_TERMS)
+    serve(rig, source, SHORT)
+    assert serve(rig, system + source[70:170] + tokens_of(2, 8), SHORT, moves=True) == 118
+    rig.store.residency.now = clock.now = clock.now + 25.0
+    for number, name in enumerate(names_of(sequence_of(source))):
+        chunk = rig.chunk(name)
+        assert rig.store.residency.has_expired(chunk), f"{number}: used 25 s ago, with a ttl of 20"
+
+
+@pytest.mark.parametrize("terms", [LONG, NO_TERMS])
+def test_who_takes_it_takes_no_time_from_others(rig: Rig, clock: Clock, terms: Terms) -> None:
+    source = tokens_of(1, 192)
+    serve(rig, source, terms)
+    assert serve(rig, source[:20] + source[70:170] + tokens_of(2, 8), SHORT, moves=True) == 118
+    clock.now += 25.0
+    assert rig.store.find(lookup_of(source), 0, 192)[-1].stop == 192
