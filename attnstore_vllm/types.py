@@ -114,6 +114,11 @@ class Event(Word):
     IGNORED = "ignored"
     HIT = "hit"
     MISS = "miss"
+    # Chunks that were computed once more, beside what is stored: the `outcome` of `audits`.
+    AGREED = "agreed"
+    DIFFERED = "differed"
+    NOT_COMPARED = "not_compared"
+    """The stored bytes, or room for a copy, were not there when it was computed."""
 
 
 ERRORS: Final = (
@@ -130,7 +135,9 @@ PUT_OFF: Final = (
 """Events of the metric of that name."""
 OUTCOMES: Final = (Event.APPLIED, Event.IGNORED, Event.HIT, Event.MISS)
 """Events of the metrics `hints` and `prefetches`."""
-CHUNK_EVENTS: Final = tuple(e for e in Event if e not in {*ERRORS, *PUT_OFF, *OUTCOMES})
+AUDITS: Final = (Event.AGREED, Event.DIFFERED, Event.NOT_COMPARED)
+"""Events of the metric of that name."""
+CHUNK_EVENTS: Final = tuple(e for e in Event if e not in {*ERRORS, *PUT_OFF, *OUTCOMES, *AUDITS})
 """Events of the metric `chunks`: all others."""
 
 
@@ -160,6 +167,8 @@ class Cause(Word):
     """It is left alone from the first picture or sound that cannot be told by content."""
     SESSION_CHANGED = "session_changed"
     """A session's later input has another salt or adapter, or wants every token computed."""
+    DISTRUSTED = "distrusted"
+    """The audit has found wrong KV so often that nothing is served any more."""
     # It was looked up, and is not stored, or cannot be used now.
     NOT_STORED = "not_stored"
     """No tier is known to have it: it is new, or was evicted."""
@@ -186,6 +195,8 @@ class Cause(Word):
     """It was evicted, unreadable or corrupt by then."""
     COPY_FAILED = "copy_failed"
     """The device failed to copy it."""
+    AUDIT = "audit"
+    """It was drawn, to be compared with what is computed."""
     # What was computed is not stored.
     STORE_FALSE = "store_false"
     """The request said so."""
@@ -198,7 +209,7 @@ class Cause(Word):
 
 
 RECOMPUTED: Final = (
-    Cause.DEADLINE, Cause.SLOWER, Cause.LOST, Cause.DRAM_TOO_SMALL, Cause.COPY_FAILED,
+    Cause.DEADLINE, Cause.SLOWER, Cause.LOST, Cause.DRAM_TOO_SMALL, Cause.COPY_FAILED, Cause.AUDIT,
 )  # fmt: skip
 """Causes of the metric `recomputations`."""
 

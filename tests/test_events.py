@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.types import CHUNK_EVENTS, ERRORS, OUTCOMES, PUT_OFF, Cause, Event, StoreFailure
+from attnstore_vllm.types import (
+    AUDITS,
+    CHUNK_EVENTS,
+    ERRORS,
+    OUTCOMES,
+    PUT_OFF,
+    Cause,
+    Event,
+    StoreFailure,
+)
 from tests.test_readme import metric_names
 
 PACKAGE = Path(__file__).resolve().parent.parent / "attnstore_vllm"
@@ -78,7 +87,7 @@ def test_a_planted_string_is_found(planted: str) -> None:
 
 
 def test_each_event_is_of_one_metric() -> None:
-    groups = (*CHUNK_EVENTS, *ERRORS, *PUT_OFF, *OUTCOMES)
+    groups = (*CHUNK_EVENTS, *ERRORS, *PUT_OFF, *OUTCOMES, *AUDITS)
     assert sorted(groups) == sorted(Event)
     assert {failure.value for failure in StoreFailure} <= set(Event)
 

@@ -132,6 +132,9 @@ PANELS: dict[str, list[Panel]] = {
             "written": share(of("bytes_total", direction="dram_to_nvme"),
                              of("first_written_bytes_total")),
         }),
+        Panel("Audited chunks", "Computed though stored. differed: wrong KV.", "short", {
+            "{{outcome}}": f"sum by (outcome) (increase({of('audits_total')}[1h]))",
+        }),
     ],
     "What do other engines bring?": [
         Panel("Found there", "Prompt tokens from siblings of this host, and from the shared tier.",

@@ -150,6 +150,7 @@ def _inspect(args: argparse.Namespace) -> int:
         print(json.dumps(inspect.as_json(namespaces)))
     else:
         inspect.show(namespaces)
+        inspect.show_audits(args.directory)
     return EXIT_OK
 
 

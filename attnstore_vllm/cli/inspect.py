@@ -13,7 +13,8 @@ from attnstore_vllm.cli.stored_groups import UNKNOWN, GroupFigures, StoredName, 
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.codec import NONE
-from attnstore_vllm.plain_text import quantity
+from attnstore_vllm.plain_text import printable, quantity
+from attnstore_vllm.tiers.nvme.aside import kept, stops
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.transfer.geometry import Group, groups_in
 from attnstore_vllm.types import Key
@@ -171,6 +172,22 @@ def show(namespaces: list[Namespace]) -> None:
         if n["bad_headers"]:
             damaged = quantity(n["bad_headers"], "damaged header")
             print(f"  {damaged}; `attnstore verify` says more")
+
+
+def show_audits(directory: Path) -> None:
+    """The files that audits of this directory's engines have left (tiers/nvme/aside.py). Raises:
+    OSError."""
+    for path in slab_files(directory):
+        for mark in stops(path.parent):
+            print(f"not served: {mark} is there. Remove it to serve that namespace again")
+        for file, head in kept(path.parent):
+            said = "it is not whole" if head is None else _kept_line(head)
+            print(f"  {file}: {said}")
+
+
+def _kept_line(head: dict[str, Any]) -> str:
+    told = (head.get(name) for name in ("num_tokens", "position", "found"))
+    return "{} tokens from token {} of a prompt; {}".format(*(printable(str(one)) for one in told))
 
 
 def _group_line(group: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.values import (
@@ -287,6 +288,8 @@ class StoreConfig:
     """None: no request may ask for it."""
     shared: SharedConfig | None = None
     trace: TraceConfig | None = None
+    audit: AuditConfig | None = None
+    """None: no hit is computed to be compared."""
     io_depth: int = 8
     peers: bool = True
     data_parallel_size: int = 1
@@ -337,7 +340,6 @@ class StoreConfig:
         nvme = NvmeConfig.parse(given["nvme"])
         if "data_parallel_size" in optional:  # else vLLM's command line may fill it in
             _check_number(nvme.paths, optional["data_parallel_size"])
-        pinning = PinningConfig.parse(given.get("pinning", False))
         truncation = TruncationConfig.parse(given.get("truncation", {}))
         tier = _shared(given.get("shared", False), nvme)
         buffer = given.get("write_buffer", "auto")
@@ -354,11 +356,12 @@ class StoreConfig:
             peers=peers == "auto",
             states_every=None if every == "auto" else every,
             ttl_s=ttl_s,
-            pinning=pinning,
+            pinning=PinningConfig.parse(given.get("pinning", False)),
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
             shared=tier,
             trace=TraceConfig.parse(given.get("trace", False)),
+            audit=AuditConfig.parse(given.get("audit", False)),
             shared_by=_sharing("share", given.get("share", "everyone")),
             **optional,
         )
@@ -393,6 +396,7 @@ class StoreConfig:
             dram_bytes=self.dram_bytes // self.data_parallel_size,
             nvme=self.nvme.share(dp_rank, self.data_parallel_size),
             shared=self.shared and self.shared.share(self.data_parallel_size),
+            audit=self.audit and self.audit.share(self.data_parallel_size),
             trace=self.trace
             and replace(
                 self.trace,

@@ -313,6 +313,34 @@ SETTINGS = (
         "Raise it for longer traces. A prompt of 10,000 tokens takes about 1 KiB.",
     ),
     Setting(
+        "audit", "off", "off, or {rate: 1/1000, tokens: 1000, stop_after: 3, keep: 256MiB}",
+        "Compute a few hits all the same, and compare what is stored with what is computed. A "
+        "chunk that differs is removed, and told.",
+        "Give it a mapping, {} for the values shown, to see that hits are right. See audit.md.",
+    ),
+    Setting(
+        "audit.rate", "1/1000", "share of hits, as in 1/1000",
+        "The hits that are computed. Each costs its request the prefill that it would have saved.",
+        "Raise it after an upgrade, or where something seems wrong.",
+    ),
+    Setting(
+        "audit.tokens", "1000", "tokens a second, 1 to 1000000",
+        "The most that is computed for it, in the mean over a minute.",
+        "Lower it where the accelerator has no time to spare.",
+    ),
+    Setting(
+        "audit.stop_after", "3", "hits, 1 to 1000",
+        "After so many that differ nothing of what is stored is served any more. A start serves "
+        "again when the file that the log names is removed.",
+        "Set 1 where a wrong answer is worse than any loss of speed.",
+    ),
+    Setting(
+        "audit.keep", "256MiB", "size, or off",
+        "Room for chunks that differ, beside what was computed: in `audit` of nvme.path, with mode "
+        "0600. `attnstore inspect` lists them.",
+        "Set off where no KV may outlive its `ttl`.",
+    ),
+    Setting(
         "io_depth", "8", "requests, 2 to 1024",
         "Requests in flight on the device; half of them may be writes.",
         "Raise it for disks that need more to be busy. Compare with attnstore doctor.",

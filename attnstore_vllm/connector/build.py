@@ -24,6 +24,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
+from attnstore_vllm.connector.audit_facts import check_not_stopped, comparison_of, computes_alike
 from attnstore_vllm.connector.context_parallel import (
     num_ranks_of,
     over_ranks,
@@ -244,7 +245,10 @@ def build_worker(
     of_groups = [{name: layers[name] for name in group.layers} for group in geometry.groups]
     rotations = partial(rotations_of, find_one, of_groups, vllm_config.model_config.dtype)
     codec = CODECS.get(config.nvme.codec)
-    page = None if codec is None or codec.is_exact else partial(page_of_kv, of_groups[0])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    audits = config.audit is not None and not computes_alike(device)
+    wants_page = audits or (codec is not None and not codec.is_exact)
+    page = partial(page_of_kv, of_groups[0]) if wants_page else None
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -318,6 +322,7 @@ def _scheduler(
     pool.keep(min(r.slots for r in ranks))
     look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
+    check_not_stopped(config.nvme.path, namespace)
     names = Weights(namespace, digest)
     teller = teller_of(vllm_config, geometry, lambda: names.namespace)
     codec = _codec(config, geometry, ranks)
@@ -326,7 +331,18 @@ def _scheduler(
     engine = facts_of(vllm_config, kv_cache_config, geometry, ranks, info)
     asks_remote = strategy_for(engine.needs).asks_remote
     tiers = _remote_tiers(config, geometry, namespace, pool, asks=asks_remote)
-    store = Store(pool, slab, device, config, engine, codec=codec, more_tiers=tiers, teller=teller)
+    comparison = comparison_of(config.audit, geometry, ranks, engine)
+    store = Store(
+        pool,
+        slab,
+        device,
+        config,
+        engine,
+        codec=codec,
+        more_tiers=tiers,
+        teller=teller,
+        comparison=comparison,
+    )
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler
     media = MediaNames(

@@ -26,7 +26,16 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.policy.hit_curve import CURVE_TIMES
 from attnstore_vllm.scheduler.figures import StepStats, in_words
 from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
-from attnstore_vllm.types import CHUNK_EVENTS, ERRORS, PUT_OFF, RECOMPUTED, Cause, Event, Flow
+from attnstore_vllm.types import (
+    AUDITS,
+    CHUNK_EVENTS,
+    ERRORS,
+    PUT_OFF,
+    RECOMPUTED,
+    Cause,
+    Event,
+    Flow,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +62,12 @@ COUNTERS = {
     ),
     "chunks": ("event", "What happened to chunks."),
     "errors": ("kind", "What failed: each costs a prefill at most."),
+    "audits": (
+        "outcome",
+        "Chunks that were computed though they are stored, to be compared (audit): they agreed, "
+        "they differed, or the stored bytes or room for a copy were not there when they were "
+        "computed (not_compared).",
+    ),
     "bytes": ("direction", "Bytes moved between the tiers."),
     "first_written_bytes": (
         "tier",
@@ -64,7 +79,8 @@ COUNTERS = {
         "Requests that computed KV which the store had when they came: it did not come up from "
         "NVMe in time (deadline), computing was expected to be sooner (slower), or it was evicted, "
         "unreadable or corrupt by then (lost), or DRAM had no room for all of it at once "
-        "(dram_too_small), or the device failed to copy it (copy_failed).",
+        "(dram_too_small), or the device failed to copy it (copy_failed), or it was drawn to be "
+        "compared with what is computed (audit).",
     ),
     "skipped": (
         "cause",
@@ -144,6 +160,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "ttft_seconds": ("hbm", *_SOURCES, "computed"),
     "prefill_seconds_saved": _SOURCES,
     "errors": ERRORS,
+    "audits": AUDITS,
     "loaded_tokens": _SOURCES,
     "moved_tokens": ("dram",),
     "prefetch_tokens": _SOURCES,

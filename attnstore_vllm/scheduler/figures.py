@@ -15,10 +15,14 @@ from attnstore_vllm.config.values import format_size
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import PERIOD_S, Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import ERRORS, NVME, PEERS, SHARED, Event, Flow
+from attnstore_vllm.types import AUDITS, ERRORS, NVME, PEERS, SHARED, Event, Flow
 
 ERROR_EVENTS = frozenset(ERRORS)
-"""Events of Residency.counts that the metric `errors` has; `chunks` has the others."""
+_METRIC_OF: dict[str, str] = {
+    **dict.fromkeys(ERRORS, "errors"),
+    **dict.fromkeys(AUDITS, "audits"),
+}
+"""The metric of events of Residency.counts; `chunks` has the others."""
 
 
 class StepStats:
@@ -96,7 +100,7 @@ class StoreFigures:
             figures = self._store.figures()
             totals: dict[tuple[str, str], float] = {
                 **{
-                    ("errors" if event in ERROR_EVENTS else "chunks", event): n
+                    (_METRIC_OF.get(event, "chunks"), event): n
                     for event, n in figures.counts.items()
                 },
                 **{("bytes", flow.value): n for flow, n in figures.moved_bytes.items()},

@@ -21,6 +21,7 @@ from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
@@ -43,6 +44,7 @@ class Offers:
     """See the module. All methods run on the scheduler's thread.
 
     Args:
+        audits: hits that are computed all the same; None: there are none.
         stages: of loads that are longer than DRAM; None: there are none.
         cuts_hits: vLLM may take less than it is offered.
     """
@@ -56,10 +58,12 @@ class Offers:
         plans: OpenPlans,
         truncation: Truncation,
         counts: GroupCounts,
+        audits: Audits | None = None,
         stages: Stages | None = None,
         *,
         cuts_hits: bool = False,
     ) -> None:
+        self._audits = audits
         self._stages = stages
         self._cuts_hits = cuts_hits
         self._needs = {need.group: need for need in store.needs}
@@ -144,9 +148,9 @@ class Offers:
         self._waits.answered(state)
         ready_stop = rest[-1].stop if rest else ready_stop
         num_tokens = ready_stop - local
-        ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
-        if held and not self._costs.copy_pays(local, ready_stop, ahead_s):
-            cause, num_tokens = Cause.SLOWER, 0
+        why_none = self._why_none(state, held, rest, local, ready_stop)
+        if why_none is not None:
+            cause, num_tokens = why_none, 0
         state.computing.first = local
         if not state.counted.offered:
             offered = [*held, *rest] if num_tokens >= MIN_LOAD_TOKENS else []
@@ -164,6 +168,22 @@ class Offers:
             held, rest = [], []
         self.untaken.note(state, local, held, rest)
         return self._offer(state, held, rest, local)
+
+    def _why_none(
+        self,
+        state: RequestState,
+        held: Sequence[Piece],
+        rest: Sequence[Piece],
+        local: int,
+        stop: int,
+    ) -> Cause | None:
+        """Why what is there of tokens [local, stop) is offered as none; None: it is offered."""
+        ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
+        if held and not self._costs.copy_pays(local, stop, ahead_s):
+            return Cause.SLOWER
+        if self._audits is None or stop - local < MIN_LOAD_TOKENS:
+            return None
+        return Cause.AUDIT if self._audits.takes(state, held, rest) else None
 
     def _find(self, state: RequestState, local: int, stop: int) -> list[Piece]:
         num_expired = self._store.residency.num_expired

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from attnstore_vllm.hints import HintReader, Hints
-from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.index.chunk import Chunk, InTier
 from attnstore_vllm.index.keys import (
     RecentPrompts,
     SequenceKeys,
@@ -89,6 +90,18 @@ class Offered:
     @property
     def stop(self) -> int:
         return [*self.pieces, *self.rest][-1].stop
+
+
+class AuditedPiece(NamedTuple):
+    """Tokens [start, stop) of a hit that was drawn to be computed, which one stored chunk has."""
+
+    hit: int
+    """The number of the hit."""
+    chunk: Chunk
+    was: InTier
+    """Where the hit found it."""
+    start: int
+    stop: int
 
 
 @dataclass(slots=True)
@@ -216,6 +229,8 @@ class RequestState:
     """Tiers behind DRAM change KV, and this request has asked for none that is changed."""
     finds_moved: bool = False
     """KV of its tokens at other positions will do too (truncation.py)."""
+    audited: tuple[AuditedPiece, ...] = ()
+    """Those of its hit that are computed to be compared, and are not copied yet (audits.py)."""
     moved_tokens: int = 0
     """Tokens whose KV was moved when it was loaded, all loads together."""
     moved: range | None = None
@@ -262,6 +277,7 @@ class RequestState:
         self.waiting.deadline, self.waiting.is_answered = None, False
         self.computing.scheduled_stop, self.computing.unchecked = 0, ()
         self.asked = self.untaken = None
+        self.audited = ()
 
     def usable_tokens(self) -> int:
         """How many of its tokens, from the first on, the store may know: whole chunks of them.

@@ -27,6 +27,7 @@ from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_r
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import Approximate
+from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.first_tokens import FirstTokens
@@ -156,7 +157,8 @@ class Scheduler:
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, wait_s)
         self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
-        given = (store, geometry, costs, waits, plans, moved, saving.counts, self.stages)
+        self.audits = audits = Audits(store, geometry, plans, config.audit, clock)
+        given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, cuts_hits=engine.cuts_hits)
         self._hints = hint_reader(config)
 
@@ -211,6 +213,8 @@ class Scheduler:
             hide_session(request, self._kv_cache_manager.block_pool.hash_block_size)
         if bypasses(request):
             return Cause.BYPASS
+        if self.store.is_distrusted:
+            return Cause.DISTRUSTED
         if self._hints.salted_only and not request.cache_salt:
             return Cause.NO_SALT
         if namespace is None:
@@ -239,6 +243,8 @@ class Scheduler:
     def _prefetch(self, order: PrefetchOrder, namespace: bytes | None) -> None:
         if namespace is None:
             self._stats.add("skipped", Cause.WEIGHTS_UNKNOWN, 1)
+        elif self.store.is_distrusted:
+            self._stats.add("skipped", Cause.DISTRUSTED, 1)
         elif self._hints.salted_only and not order.cache_salt:
             self._stats.add("skipped", Cause.NO_SALT, 1)
         elif self._lookups.orders(order):
@@ -297,6 +303,8 @@ class Scheduler:
         """
         if self._watch.must_wait():
             return Cause.RESET_UNCHECKED, True
+        if self.store.is_distrusted:
+            return Cause.DISTRUSTED, False
         if state.load_failed is not None:
             return state.load_failed, False
         if self._is_left_alone(request):
@@ -357,6 +365,8 @@ class Scheduler:
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+            if state.audited and state.may_save:
+                self.audits.copy(state, computed, self._tables_of(request_id))
             has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._tables_of(request_id))

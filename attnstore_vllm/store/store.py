@@ -25,7 +25,7 @@ from functools import partial
 
 from attnstore_vllm.config.settings import StoreConfig, TruncationConfig
 from attnstore_vllm.engine_facts import EngineFacts
-from attnstore_vllm.index.chunk import Chunk, ChunkName, State
+from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import Piece, has_come, in_place, no_ends
@@ -34,6 +34,7 @@ from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
+from attnstore_vllm.policy.kv_compare import Comparison
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import (
@@ -46,6 +47,7 @@ from attnstore_vllm.policy.visits import (
     visit_of,
 )
 from attnstore_vllm.store.announcer import Announcer, Teller
+from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.lookup import Lookup, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
@@ -71,6 +73,7 @@ class Store:
         codec: of the file's records, if it has to know the model.
         more_tiers: behind NVMe, nearest first.
         teller: makes KV events, where routers want to know what the tiers have.
+        comparison: of stored KV with what is computed once more; None: nothing is audited.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Store:
         codec: Codec | None = None,
         more_tiers: Sequence[MakeTier] = (),
         teller: Teller | None = None,
+        comparison: Comparison | None = None,
         harness: Harness = NO_HARNESS,
     ) -> None:
         nvme, pinning, clock = config.nvme, config.pinning, harness.clock
@@ -114,8 +118,7 @@ class Store:
             seed=secrets.randbits(63),
         )
         self._curve = HitCurve.around(pool.num_slots, slab.shape.chunk_tokens)
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock, threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._context = context = Context(
             self.residency, self._progress, pool, clock, self._moved, harness.wall, config.ttl_s
@@ -133,8 +136,10 @@ class Store:
         pairs = zip(more_tiers, self.residency.behind[1:], strict=True)
         more = [make.io(context, tier) for make, tier in pairs]
         learn = partial(learn_from, context, self._estimator, self._curve)
-        daily_writes = nvme.daily_writes_bytes
-        self.thread = StoreThread(context, [disk, *more], daily_writes=daily_writes, learn=learn)
+        self.audit = auditor_of(context, [disk, *more], comparison, config, slab.shape.namespace)
+        self.thread = StoreThread(
+            context, [disk, *more], self.audit, daily_writes=nvme.daily_writes_bytes, learn=learn
+        )
         make = strategy_for(engine.needs)
         self.strategy = make(context, self.thread.tiers, engine.needs, engine.ahead)
         asked = more if self.strategy.asks_remote else ()
@@ -498,6 +503,18 @@ class Store:
                     until = min(until, self.residency.found_until(kept))
                 self.residency.pinning.pin(kept, until, now)
 
+    def begin_audit(self, hit: int, stored: Chunk, was: InTier, blocks: range) -> Chunk | None:
+        """See Auditor.begin. finish_saves() ends it, after drop() if the copy is none."""
+        assert self.audit is not None
+        with self._lock:
+            self.residency.now = self._clock()
+            return self.audit.begin(hit, stored, was, blocks)
+
+    @property
+    def is_distrusted(self) -> bool:
+        """Whether nothing of what is stored is to be served. Needs no lock."""
+        return self.audit is not None and self.audit.is_stopped
+
     def num_stored(self, keys: Sequence[Key]) -> int:
         """How many chunks with these keys there are up to the last one that is stored.
 
@@ -546,14 +563,19 @@ class Store:
             self._moved.note(name, domain, native_from, is_exact=is_exact)
 
     def finish_saves(self, chunks: Iterable[Chunk]) -> None:
+        done = list(chunks)
         with self._lock:
-            self.residency.finish_save(*chunks)
+            if self.audit is not None:
+                self.audit.copied(done)
+            self.residency.finish_save(*done)
         self.thread.wake()
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
         """Forget these chunks in all tiers, also those that are being saved."""
         with self._lock:
             for chunk in chunks:
+                if self.audit is not None:
+                    self.audit.void(chunk)
                 self.residency.drop(chunk)
 
     def drop_low_value(self, chunks: Iterable[Chunk], *, pinned: bool = False) -> int:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from attnstore_vllm.policy.budget import Budget
+from attnstore_vllm.store.auditor import Auditor
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.reader import Reader
 from attnstore_vllm.tiers.tier_io import Reset, TierIo
@@ -34,6 +35,7 @@ class StoreThread:
 
     Args:
         tiers: nearest first. The first one's poll() is where the thread waits.
+        audit: None: nothing is compared.
         daily_writes: bytes that may be written to the first a day, or None.
         learn: called in every tick: what is slow and not urgent.
     """
@@ -42,6 +44,7 @@ class StoreThread:
         self,
         context: Context,
         tiers: Sequence[TierIo],
+        audit: Auditor | None = None,
         *,
         daily_writes: int | None = None,
         learn: Callable[[], None] | None = None,
@@ -49,6 +52,7 @@ class StoreThread:
         self._context = context
         context.wake = self.wake
         self._learn = learn
+        self._audit = audit
         self.tiers = tiers
         self.reader = context.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None
@@ -115,6 +119,8 @@ class StoreThread:
         """Begin a reset of all tiers; the caller waits for it. From any thread."""
         with self._context.progress:
             self.reader.forget_wanted()
+            if self._audit is not None:
+                self._audit.void_all()
             self._context.residency.drop_all()
             first, *others = self.tiers
             self._context.disk_reset = first.reset()
@@ -169,6 +175,8 @@ class StoreThread:
             for tier in self.tiers:
                 if tier.idle_tick():
                     poll_s = min(poll_s, _IDLE_POLL_S)
+        if self._audit is not None and self._audit.tick():
+            poll_s = 0.0
         announce = self._context.announce
         if announce is not None and announce(all(tier.is_at_rest for tier in self.tiers)):
             poll_s = min(poll_s, _IDLE_POLL_S)

@@ -390,6 +390,10 @@ class Residency:
             if chunk.dropped:
                 self._free_if_dropped(chunk)
 
+    def has_room_for_copy(self, chunk: Chunk) -> bool:
+        """Room for what DRAM has already. It takes none from what would have to be computed."""
+        return self._make_room_in_dram(LAST, chunk.run)
+
     # ---- DRAM -> a tier behind ---------------------------------------------------------
 
     def begin_store(self, tier: TierBehind) -> Chunk | None:

@@ -146,6 +146,10 @@ class TierIo(ABC):
     def reset(self) -> Reset:
         """Locked. All that this tier has is invalid, also for the next process. With submit()."""
 
+    def forget(self, chunk: Chunk) -> None:  # noqa: B027 - not all can
+        """Locked. The chunk is wrong, and about to be dropped: no later start may find it, nor any
+        engine that shares the tier. With submit()."""
+
     def must_wait(self) -> bool:
         """Locked. Whether nothing can be stored before the tier has got more slots. Begins that."""
         return False

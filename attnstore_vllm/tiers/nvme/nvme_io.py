@@ -29,7 +29,7 @@ from functools import partial
 from typing import NamedTuple
 
 from attnstore_vllm.errors import CorruptRecordError, DeviceError
-from attnstore_vllm.index.chunk import Chunk
+from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.io.codec import CODECS, Codec, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
 from attnstore_vllm.policy.budget import Budget
@@ -405,6 +405,23 @@ class NvmeIo(TierIo):
             self._disk.set_stored_bytes(header)
             done(completion.checksum if completion.error is None else StoreFailure.FAILED)
         self.health.note_write(completion.error)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Zeros take the place of its header. A power loss right then may bring it back."""
+        copy, residency = chunk.at(NVME), self._context.residency
+        if copy.state is not State.READY:
+            return
+        residency.begin_scrub(self.tier, chunk)
+        page = memoryview(mmap.mmap(-1, self._disk.slab.header_bytes))
+
+        def done(completion: Completion) -> None:
+            with self._context.progress:
+                residency.end_scrub(self.tier, chunk)
+            self.health.note_write(completion.error)
+
+        offset, late = self._disk.slab.offset(copy.slot), self._disk.late(Op.WRITE)
+        request = DiskRequest(Op.WRITE, done, late, offset, (page,))
+        self._outbox.append(partial(_same, request))
 
     def reset(self) -> DiskReset:
         reset = DiskReset(self._disk)

@@ -357,6 +357,14 @@ class SharedIo(RemoteIo):
         self._stores.append(_StoreJob(chunk, names, name, payload, done))
         self._num_storing += 1
 
+    def forget(self, chunk: Chunk) -> None:
+        """The next one of this name is written over it. Until then, for ALONE_S, none is asked."""
+        name = _named(chunk, self._names())
+        if name and self.tier.name in chunk.behind:
+            _remember(self._damaged, name, None)
+            key = bytes(chunk.name.key)
+            _remember(self._alone, key, self.context.clock() + ALONE_S)
+
     def _store_all(self, lane: int) -> None:
         """On a thread that stores, beside the other one."""
         while True:

@@ -173,7 +173,7 @@ def test_an_unknown_key_names_the_nearest_known_one() -> None:
     nvme = MINIMAL["nvme"] | {"capasity": "1TiB"}
     assert "nvme.capasity" in message_of(MINIMAL | {"nvme": nvme})
     assert "did you mean capacity?" in message_of(MINIMAL | {"nvme": nvme})
-    assert "known are chunk_tokens, compute_if_sooner, data" in message_of(MINIMAL | {"zzz": 1})
+    assert "known are audit, chunk_tokens, compute_if_sooner" in message_of(MINIMAL | {"zzz": 1})
     # The field's name in Python is no setting.
     assert "dram_bytes is not a setting" in message_of(MINIMAL | {"dram_bytes": 1})
 

@@ -22,7 +22,7 @@ from tools import settings_page
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
 SECTIONS: dict[str, dict[str, Any]] = {
     "nvme": BARE["nvme"], "pinning": {}, "truncation": {}, "trace": {"path": "/x"},
-    "shared": {"redis": "redis://h"},
+    "shared": {"redis": "redis://h"}, "audit": {},
 }  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_limits_are_those_of_the_parser() -> None:
                 with pytest.raises(ConfigError, match=re.escape(setting.key)):
                     StoreConfig.parse(given)
         checked += 1
-    assert checked == 6
+    assert checked == 8
 
 
 @pytest.mark.parametrize("path", settings_page.pages(), ids=lambda path: path.name)

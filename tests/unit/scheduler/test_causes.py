@@ -16,7 +16,9 @@ import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
+from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.hints import PrefetchOrder
+from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.tiers.remote_io import RemoteTiers
 from attnstore_vllm.types import RECOMPUTED, Cause
@@ -28,6 +30,13 @@ LENGTH = 4 * CHUNK + 1
 ROOT = Path(__file__).resolve().parents[3]
 AT_ONCE = {"do_remote_prefill": True}
 """Another connector brings its KV: our "not yet" would hold that up."""
+
+EVERY_HIT = AuditConfig(rate=1.0, stop_after=1000, keep_bytes=None)
+AUDITED: dict[str, Any] = {
+    "audit": EVERY_HIT,
+    "store": {"audit": EVERY_HIT, "comparison": Comparison([Unit(0, 0, 0, 512)], None)},
+}
+"""Every hit is computed, and compared."""
 
 Start = Callable[..., StepWorld]
 STORIES: dict[Cause, Callable[[Start], None]] = {}
@@ -199,6 +208,18 @@ def _adapter_not_served(start: Start) -> None:
     world = start(serves_adapters=False)
     request = asking(world, tokens_of(1, LENGTH), lora_request=SimpleNamespace(lora_int_id=1))
     check(world, served(world, request), Cause.ADAPTER_NOT_SERVED)
+
+
+@story(Cause.DISTRUSTED)
+def _distrusted(start: Start) -> None:
+    world = start(**AUDITED)
+    world.rig.put_all(sequence_of(tokens_of(1, LENGTH)))
+    assert world.store.audit is not None
+    world.store.audit.is_stopped = True  # tests/unit/store/test_auditor.py says when it is
+    check(world, served(world, asking(world, tokens_of(1, LENGTH))), Cause.DISTRUSTED)
+    order = PrefetchOrder(tokens_of(1, LENGTH), None)
+    world.come(world.request("brings", [1], kv_transfer_params=order.as_params()))
+    assert world.side.take_stats().data["counters"] == {"skipped:distrusted": 1}
 
 
 # ---- not looked up -------------------------------------------------------------------------
@@ -391,6 +412,13 @@ def _copy_failed(start: Start) -> None:
     request.num_computed_tokens = 0
     run(world, request)
     check(world, request, Cause.COPY_FAILED)
+
+
+@story(Cause.AUDIT)
+def _audit(start: Start) -> None:
+    world = start(**AUDITED)
+    world.rig.put_all(sequence_of(tokens_of(1, LENGTH)))
+    check(world, served(world, asking(world, tokens_of(1, LENGTH))), Cause.AUDIT)
 
 
 # ---- not saved -----------------------------------------------------------------------------

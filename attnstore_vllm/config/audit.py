@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`audit`: settings of the live audit.
+
+audit: {rate: 1/1000, tokens: 1000, stop_after: 3, keep: 256MiB}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_integer, parse_off_or_size
+from attnstore_vllm.errors import ConfigError
+
+_RATE = re.compile(r"1\s?/\s?([1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditConfig:
+    """Which hits are computed to be compared, and what follows of one that is wrong."""
+
+    rate: float = 0.001
+    """The share of hits."""
+    tokens_per_s: float = 1000.0
+    """`tokens`, of all engines together."""
+    stop_after: int = 3
+    keep_bytes: int | None = 256 << 20
+    """None: nothing is kept."""
+
+    @classmethod
+    def parse(cls, given: object) -> AuditConfig | None:
+        """None: off. Raises ConfigError."""
+        if given is False or given == "off" or (given == 0 and not isinstance(given, bool)):
+            return None
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"audit is {given!r}; it must be off or {{rate: 1/1000}}")
+        check_keys("audit.", given, {"rate", "tokens", "stop_after", "keep"}, set())
+        keep = given.get("keep", "256MiB")
+        return cls(
+            rate=_rate(given.get("rate", "1/1000")),
+            tokens_per_s=float(
+                parse_integer("audit.tokens", given.get("tokens", 1000), 1, 1_000_000)
+            ),
+            stop_after=parse_integer("audit.stop_after", given.get("stop_after", 3), 1, 1000),
+            keep_bytes=parse_off_or_size("audit.keep", keep, SIZE_MIN, "MiB"),
+        )
+
+    def share(self, engines: int) -> AuditConfig:
+        """One engine's part."""
+        keep = self.keep_bytes and max(1, self.keep_bytes // engines)
+        return replace(self, tokens_per_s=self.tokens_per_s / engines, keep_bytes=keep)
+
+
+def _rate(value: object) -> float:
+    if isinstance(value, str) and (match := _RATE.fullmatch(value.strip())):
+        return float(Fraction(1, int(match[1])))
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+        return float(value)
+    raise ConfigError(f"audit.rate is {value!r}; it must be a share of hits, as in 1/1000 or 0.001")

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that an audit leaves in the store's directory: chunks that were wrong, and the mark that a
+namespace is not served any more.
+
+    audit/<key>-<unix ns>.kv    a line of JSON without tokens, the stored bytes, the computed ones
+    audit/stopped-<namespace>   why; an operator removes it
+
+KV tells of its tokens to who has the model: all of it has the rights of the store's own file, and
+`ttl` does not end it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attnstore_vllm.own_files import make_directory, open_own, open_regular, replace_own
+
+DIRECTORY = "audit"
+SUFFIX = ".kv"
+HEAD_MAX = 1 << 20
+"""Bytes of the line of JSON."""
+NAME_HEX = 16
+
+
+def stopped_path(directory: Path, namespace: bytes) -> Path:
+    """The mark that KV of this namespace is not served.
+
+    Args:
+        directory: of the store.
+    """
+    return directory / DIRECTORY / f"stopped-{namespace.hex()[:NAME_HEX]}"
+
+
+def is_stopped(directory: Path, namespace: bytes) -> bool:
+    return os.path.lexists(stopped_path(directory, namespace))
+
+
+class Aside:
+    """Writes such files. Raises: OSError.
+
+    Args:
+        directory: of the store.
+        most_bytes: of all chunks that are kept; None: none is.
+    """
+
+    def __init__(self, directory: Path, most_bytes: int | None) -> None:
+        self._directory = directory
+        self._most_bytes = most_bytes
+
+    def keep(self, head: Mapping[str, Any], key: bytes, parts: Sequence[memoryview]) -> Path | None:
+        """The new file; None where there is no room for it, or nothing is to be kept.
+
+        Args:
+            head: what names the chunk, and says how it differs.
+            parts: the bytes, in their order.
+        """
+        if self._most_bytes is None:
+            return None
+        line = json.dumps(head, sort_keys=True).encode() + b"\n"
+        size = len(line) + sum(map(len, parts))
+        folder = self._directory / DIRECTORY
+        make_directory(folder)
+        used = sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
+        if used + size > self._most_bytes:
+            return None
+        path = folder / f"{key.hex()[:NAME_HEX]}-{time.time_ns()}{SUFFIX}"
+        with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(line)
+            for part in parts:
+                file.write(part)
+        return path
+
+    def stop(self, namespace: bytes, why: str) -> Path:
+        """Leave the mark. It outlives a power loss."""
+        path = stopped_path(self._directory, namespace)
+        make_directory(path.parent)
+        replace_own(path, f"{why}\n".encode(), durable=True)
+        return path
+
+
+def kept(directory: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
+    """The chunks that are kept in a store's directory, by name, and what each file says of its own;
+    None: it is not whole. It may be anything. Raises: OSError."""
+    for path in sorted((directory / DIRECTORY).glob(f"*{SUFFIX}")):
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+            line = file.readline(HEAD_MAX)
+        try:
+            head = json.loads(line)
+        except (ValueError, RecursionError):
+            head = None
+        yield path, head if isinstance(head, dict) else None
+
+
+def stops(directory: Path) -> list[Path]:
+    """The marks in a store's directory."""
+    return sorted((directory / DIRECTORY).glob("stopped-*"))

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`audit`: what is accepted, and that what is not is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"dram": "64GiB", "nvme": {"path": "/mnt/kv", "capacity": "2TiB"}}
+
+
+def parsed(audit: object, **others: Any) -> AuditConfig | None:
+    return StoreConfig.parse({**MINIMAL, **others, "audit": audit}).audit
+
+
+def test_it_is_off_unless_it_is_asked_for() -> None:
+    assert StoreConfig.parse(MINIMAL).audit is None
+    assert [parsed(off) for off in (False, "off", 0)] == [None] * 3
+    assert parsed({}) == AuditConfig()
+
+
+@pytest.mark.parametrize(("given", "rate"), [("1/1000", 1e-3), ("1 / 20", 0.05), (0.25, 0.25)])
+def test_rates(given: object, rate: float) -> None:
+    found = parsed({"rate": given})
+    assert found is not None and found.rate == rate
+
+
+def test_engines_share_what_it_may_cost() -> None:
+    config = StoreConfig.parse(
+        {**MINIMAL, "data_parallel_size": 4, "audit": {"tokens": 1000, "keep": "64MiB"}}
+    )
+    part = config.share(1).audit
+    assert part is not None
+    assert (part.tokens_per_s, part.keep_bytes, part.rate) == (250.0, 16 << 20, 0.001)
+    off = AuditConfig(keep_bytes=None).share(2)
+    assert off.keep_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (True, "audit is True"),
+        ("1/1000", "audit is '1/1000'"),
+        ({"rate": "1/0"}, "audit.rate is '1/0'"),
+        ({"rate": 0}, "audit.rate is 0"),
+        ({"rate": 1.5}, "audit.rate is 1.5"),
+        ({"rate": True}, "audit.rate is True"),
+        ({"tokens": 0}, "audit.tokens is 0"),
+        ({"stop_after": 0}, "audit.stop_after is 0"),
+        ({"keep": "5"}, "audit.keep is 5"),
+        ({"share": 1}, "audit.share is not a setting"),
+        ({"rate": None}, "audit.rate is None"),
+    ],
+)
+def test_what_makes_no_sense_is_told(given: object, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(given)
+    assert named in str(caught.value)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells wrong KV from rounding: planted faults are found, and rounding alone never is one.
+
+KV as models have it: K has channels far from zero that all tokens share, heads differ in size, and
+one has next to no weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from attnstore_vllm.policy.kv_compare import (
+    BOUND,
+    Comparison,
+    Difference,
+    Numbers,
+    Unit,
+    distances_of,
+    floats_of,
+)
+
+RANKS, LAYERS, BLOCKS, TOKENS, HEADS, DIM = 2, 3, 4, 16, 4, 8
+SHAPE = (RANKS, LAYERS, BLOCKS, 2, HEADS, TOKENS, DIM)
+"""Of a slot: a page has K of all heads, then V."""
+Kv = npt.NDArray[np.float32]
+PLACES = np.arange(2 * HEADS * TOKENS * DIM).reshape(2, HEADS, TOKENS, DIM).transpose(0, 2, 1, 3)
+ALL = range(BLOCKS)
+
+
+def comparison(item: int, dtype: str | None = None) -> Comparison:
+    page = 2 * HEADS * TOKENS * DIM * item
+    units = [
+        Unit(rank, layer, (rank * LAYERS + layer) * BLOCKS * page, page)
+        for rank in range(RANKS)
+        for layer in range(LAYERS)
+    ]
+    numbers = None if dtype is None else Numbers(dtype, PLACES[0], PLACES[1])
+    return Comparison(units, numbers)
+
+
+def kv(seed: int) -> Kv:
+    """Of one prompt. The model is the same for all."""
+    model, chance = np.random.default_rng(0), np.random.default_rng(seed)
+    far = model.standard_normal((RANKS, LAYERS, 1, 1, HEADS, 1, DIM)) * 5
+    sizes = np.array([1.0, 0.2, 4.0, 1e-4])[:, None, None]
+    found = chance.standard_normal(SHAPE) * sizes
+    found[:, :, :, :1] += far
+    return found.astype(np.float32)
+
+
+def rounded(one: Kv, seed: int, part: float) -> Kv:
+    """As another batch computes it: off by a part of what each layer's numbers have in the mean."""
+    size = np.sqrt(np.square(one).mean(axis=(2, 4, 5, 6), keepdims=True))
+    noise = np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+    return (one + noise * part * np.minimum(np.abs(one) + 0.01 * size, size)).astype(np.float32)
+
+
+def raw(one: Kv, dtype: str) -> memoryview:
+    if dtype == "bfloat16":
+        return memoryview((one.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    return memoryview(one.astype(dtype).tobytes())
+
+
+def look(
+    stored: Kv, computed: Kv, dtype: str = "bfloat16", blocks: range = ALL, bits: bool = False
+) -> list[Difference]:
+    item = 4 if dtype == "float32" else 2
+    found = comparison(item, None if bits else dtype)
+    given = found.look(raw(stored, dtype), raw(computed, dtype), blocks)
+    return [difference for difference in given if difference is not None]
+
+
+def sides_swapped(one: Kv) -> Kv:
+    return np.ascontiguousarray(one[:, :, :, ::-1])
+
+
+def a_block_too_far(one: Kv) -> Kv:
+    return np.roll(one, 1, axis=2)
+
+
+def heads_of_the_other_rank(one: Kv) -> Kv:
+    return np.ascontiguousarray(one[::-1])
+
+
+def layer_too_far(one: Kv) -> Kv:
+    return np.roll(one, 1, axis=1)
+
+
+def another_tenants(one: Kv) -> Kv:
+    return kv(99)
+
+
+def rotary_table_off(one: Kv) -> Kv:
+    """K is turned by other angles: halves of each head's dims belong together."""
+    found = one.copy()
+    angles = np.linspace(0.5, 2.5, DIM // 2).astype(np.float32)
+    first, second = one[:, :, :, 0, ..., : DIM // 2], one[:, :, :, 0, ..., DIM // 2 :]
+    found[:, :, :, 0, ..., : DIM // 2] = first * np.cos(angles) - second * np.sin(angles)
+    found[:, :, :, 0, ..., DIM // 2 :] = first * np.sin(angles) + second * np.cos(angles)
+    return found
+
+
+def one_block_of_another(one: Kv) -> Kv:
+    found = one.copy()
+    found[:, :, 2] = kv(99)[:, :, 2]
+    return found
+
+
+def one_head_of_another(one: Kv) -> Kv:
+    found = one.copy()
+    found[1, 2, :, :, 1] = kv(99)[1, 2, :, :, 1]
+    return found
+
+
+def zeros(one: Kv) -> Kv:
+    return np.zeros_like(one)
+
+
+def not_a_number(one: Kv) -> Kv:
+    found = one.copy()
+    found[0, 0, 0, 0, 0, 0, 0] = math.nan
+    return found
+
+
+FAULTS: list[Callable[[Kv], Kv]] = [
+    sides_swapped, a_block_too_far, heads_of_the_other_rank, layer_too_far, another_tenants,
+    rotary_table_off, one_block_of_another, one_head_of_another, zeros, not_a_number,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found_beside_rounding(fault: Callable[[Kv], Kv], dtype: str) -> None:
+    for seed in range(6):
+        right = kv(seed)
+        assert look(fault(right), rounded(right, seed + 1000, 0.02), dtype), seed
+        assert look(fault(right), right, dtype, bits=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rounding_is_no_fault(dtype: str) -> None:
+    """Ten times what bf16 rounds a number by, and more."""
+    for seed in range(60):
+        right = kv(seed)
+        assert look(right, rounded(right, seed + 1000, 0.1), dtype) == []
+
+
+def test_one_bit_is_found_where_bits_are_compared() -> None:
+    right = bytearray(raw(kv(1), "bfloat16"))
+    page = 2 * HEADS * TOKENS * DIM * 2
+    for at in (0, page * BLOCKS + 7, len(right) - 1):
+        flipped = bytearray(right)
+        flipped[at] ^= 1
+        found = comparison(2).look(memoryview(flipped), memoryview(right), ALL)
+        (difference,) = [each for each in found if each is not None]
+        rank, layer = divmod(at // (page * BLOCKS), LAYERS)
+        assert difference == Difference(rank, layer, "", -1, math.inf)
+        assert str(difference) == f"rank {rank}, layer {layer}: other bits"
+
+
+def test_only_the_blocks_that_are_compared_count() -> None:
+    right, wrong = kv(1), kv(1)
+    wrong[:, :, 0] = wrong[:, :, 3] = 7.0
+    assert look(wrong, right, blocks=range(1, 3), bits=True) == []
+    assert look(wrong, right, blocks=range(1, 3)) == []
+    assert look(wrong, right, blocks=range(2, 4))
+
+
+def test_a_difference_says_where_it_is_most() -> None:
+    right, wrong = kv(1), kv(1)
+    wrong[1, 2, :, 1, 2] *= -1
+    (found,) = look(wrong, right)
+    assert (found.rank, found.layer, found.side, found.head) == (1, 2, "V", 2)
+    assert found.distance == pytest.approx(2.0)
+    assert str(found) == "rank 1, layer 2, V of head 2: distance 2"
+
+
+def test_distances() -> None:
+    zero, one = np.zeros(2), np.ones(2)
+    assert distances_of(zero, zero, zero).tolist() == [0, 0], "plus and minus zero"
+    assert distances_of(one, one, one).tolist() == [1, 1]
+    assert distances_of(np.array([math.nan, 1.0]), one, one).tolist() == [math.inf, 1]
+    small = distances_of(np.array([1e-8, 1.0]), np.array([1e-8, 100.0]), np.array([1e-8, 100.0]))
+    assert small[0] < BOUND, "a head of next to no weight"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_numbers_are_read_as_they_are_written(dtype: str) -> None:
+    numbers: Any = np.array([0.0, -1.5, 2.0**-10, 384.0], np.float32)
+    given = np.frombuffer(raw(numbers, dtype), np.uint8)
+    assert floats_of(given, dtype).tolist() == numbers.tolist()

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hits that are computed to be compared: the real scheduler side, with workers that copy what a
+model would have computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.index.chunk import ChunkName
+from attnstore_vllm.policy.kv_compare import Comparison, Unit
+from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.types import TOKEN_BYTES, Event
+from tests.helpers import (
+    PAYLOAD_BYTES,
+    name_of,
+    names_of,
+    push_out_of_dram,
+    sequence_of,
+    tokens_of,
+)
+from tests.step_world import BLOCK, CHUNK, StepWorld
+from tests.vllm_objects import output
+
+LENGTH = 4 * CHUNK + 1
+BLOCKS = CHUNK // BLOCK
+PAGE = PAYLOAD_BYTES // BLOCKS
+BITS = Comparison([Unit(0, 0, 0, PAGE)], None)
+GARBAGE = b"\xee"
+
+
+def computed(name: ChunkName) -> bytes:
+    """The KV of a chunk, as the model computes it: of each token what it and its place say, so
+    that a longer chunk begins as a shorter one does."""
+    found = b""
+    for index in range(CHUNK):
+        token = name.tokens[index * TOKEN_BYTES : (index + 1) * TOKEN_BYTES]
+        one = (token + (name.position + index).to_bytes(4, "big")) if token else 8 * GARBAGE
+        found += one * (PAYLOAD_BYTES // CHUNK // 8)
+    return found
+
+
+class AuditWorld(StepWorld):
+    """Workers that copy what a model computes.
+
+    Args:
+        rate: of hits.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, path: Path, rate: float = 1.0, **options: Any
+    ) -> None:
+        audit = AuditConfig(rate=rate, tokens_per_s=1e9, **options.pop("audit", {}))
+        store = {"audit": audit, "comparison": BITS, "path": path, **options.pop("store", {})}
+        super().__init__(monkeypatch, store=store, audit=audit, **options)
+        self.sequences: dict[str, list[int]] = {}
+        self.gives_up = False
+
+    def put(self, tokens: list[int], wrong: int = -1) -> list[ChunkName]:
+        """Store a prompt's chunks; that of this number is wrong."""
+        names = names_of(sequence_of(tokens))
+        for number, name in enumerate(names):
+            payload = computed(name) if number != wrong else bytes(PAYLOAD_BYTES)
+            assert self.rig.put(name, payload) is not None
+        return names
+
+    def report(self, plan: Any) -> None:
+        """The workers copy the blocks of each save: what is in them says the table of a request."""
+        for save in (*plan.saves_before, *plan.saves):
+            tokens = self.sequences.get(save.request_id)
+            for slot, first, block_ids in save.copies:
+                if tokens is None or self.gives_up:
+                    continue
+                start = (block_ids[0] - 1) * BLOCK  # StepWorld gives blocks 1, 2, ...
+                at = start - first * BLOCK
+                whole = computed(name_of(sequence_of(tokens), at // CHUNK))
+                part = slice(first * PAGE, (first + len(block_ids)) * PAGE)
+                self.rig.pool.slot(slot)[part] = whole[part]
+        super().report(plan)
+
+    def asks(self, tokens: list[int], name: str = "one", local: int = 0, **given: Any) -> Any:
+        """A request that is served: how many tokens it was offered is its `found`."""
+        request = self.request(name, tokens, **given)
+        self.sequences[name] = tokens
+        self.come(request)
+        found = self.ask(request, local)
+        while found is None:
+            self.end_step()
+            found = self.ask(request, local)
+        request.found = found
+        self.start(request, found)
+        request.num_computed_tokens += local
+        return request
+
+    def serves(self, tokens: list[int], name: str = "one", local: int = 0, **given: Any) -> int:
+        """From its coming to the end of all that it leaves. Returns what it was offered."""
+        request = self.asks(tokens, name, local, **given)
+        self.end_step(request)
+        self.finish(request)
+        self.end_step()
+        self.rig.until_idle()
+        return int(request.found)
+
+    def outcomes(self) -> dict[str, int]:
+        counts = self.store.figures().counts
+        names = (Event.AGREED, Event.DIFFERED, Event.NOT_COMPARED)
+        return {name.value: counts[name] for name in names if counts.get(name)}
+
+
+Start = Callable[..., AuditWorld]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    worlds: list[AuditWorld] = []
+
+    def begin(**options: Any) -> AuditWorld:
+        worlds.append(AuditWorld(monkeypatch, tmp_path, **options))
+        return worlds[-1]
+
+    yield begin
+    for world in worlds:
+        world.rig.until_idle()
+        world.side.check_quiet()
+        world.close()
+
+
+def test_a_hit_that_is_drawn_is_computed_and_compared(start: Start) -> None:
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    assert world.serves(tokens_of(1, LENGTH)) == 0
+    assert world.outcomes() == {"agreed": 4}
+    counters = world.side.take_stats().data["counters"]
+    assert counters["recomputations:audit"] == counters["skipped:audit"] == 1
+    assert counters["audits:agreed"] == 4
+    assert not any(key.startswith("loaded_tokens") for key in counters)
+
+
+def test_without_the_setting_or_the_luck_nothing_is_drawn(start: Start) -> None:
+    world = start(rate=1e-9)
+    world.put(tokens_of(1, LENGTH))
+    assert world.serves(tokens_of(1, LENGTH)) == LENGTH - 1
+    assert world.outcomes() == {}
+
+
+def test_the_first_hit_from_a_tier_is_drawn_at_any_rate(start: Start) -> None:
+    """What an earlier process wrote may be of other code."""
+    world = start(rate=1e-9, slots=16)
+    prompts = [tokens_of(number, 2 * CHUNK + 1) for number in (1, 2)]
+    for tokens in prompts:
+        world.put(tokens, wrong=1)
+        world.rig.until_idle()
+        assert isinstance(world.rig.device, MemoryDevice)
+        push_out_of_dram(world.rig, world.rig.device, 16)
+    assert world.serves(prompts[0], "one") == 0
+    assert world.outcomes() == {"agreed": 1, "differed": 1}
+    assert world.serves(prompts[1], "two") == 2 * CHUNK, "that was one; the others are for luck"
+
+
+def test_the_wrong_chunk_is_found_and_no_other(start: Start) -> None:
+    world = start()
+    names = world.put(tokens_of(1, LENGTH), wrong=2)
+    assert world.serves(tokens_of(1, LENGTH)) == 0
+    assert world.outcomes() == {"agreed": 3, "differed": 1}
+    stored = [world.store.residency.index.get(name.key) is not None for name in names[:4]]
+    assert stored == [True, True, False, True]
+    # What comes next computes it, stores it, and finds it right.
+    assert world.serves(tokens_of(1, LENGTH), "two") == 0
+    assert world.serves(tokens_of(1, LENGTH), "three") == 0
+    assert world.outcomes()["differed"] == 1
+    assert world.store.residency.index.get(names[2].key) is not None
+
+
+def test_planted_faults_are_found_at_one_in_a_hundred(start: Start) -> None:
+    """Within 1,000 hits, for each of ten wrong prompts."""
+    world = start(rate=0.01, audit={"stop_after": 1000}, slots=512, records=512)
+    prompts = [tokens_of(number, LENGTH) for number in range(1, 11)]
+    for tokens in prompts:
+        world.put(tokens, wrong=1)
+    for hit in range(1000):
+        world.serves(prompts[hit % 10], f"r{hit}")
+    found = world.outcomes()
+    assert found["differed"] >= 3 and found["agreed"] > 0 and len(found) == 2
+
+
+def test_parts_of_chunks_and_of_blocks(start: Start) -> None:
+    """HBM has a beginning of any length, and the hit ends anywhere: no false alarm, and whole
+    blocks are compared alone."""
+    world = start(slots=512, records=512)
+    chance = Random(1)
+    for number in range(1, 41):
+        tokens = tokens_of(number, chance.randrange(2 * CHUNK, LENGTH))
+        world.put(tokens)
+        local = chance.randrange(0, len(tokens) // BLOCK) * BLOCK
+        more = [*tokens, *tokens_of(number + 500, chance.randrange(1, CHUNK))]
+        world.serves(more, f"r{number}", local=local)
+    assert list(world.outcomes()) == ["agreed"] and world.outcomes()["agreed"] > 50
+
+
+def test_it_is_drawn_once_though_it_is_asked_for_again_and_again(start: Start) -> None:
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    request = world.request("one", tokens_of(1, LENGTH))
+    world.sequences["one"] = tokens_of(1, LENGTH)
+    world.come(request)
+    for _ in range(5):
+        world.free_blocks += 100  # so that it is looked up again
+        assert world.ask(request) == 0
+        world.end_step()
+    world.start(request, 0)
+    world.end_step(request)
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"agreed": 4}
+    assert world.side.take_stats().data["counters"]["recomputations:audit"] == 1
+
+
+def test_after_a_preemption_it_is_served(start: Start) -> None:
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    request = world.asks(tokens_of(1, LENGTH))
+    assert request.found == 0
+    plan = world.side.build_step(output({"one": (0, CHUNK)}, {}))
+    world.report(plan)
+    lost = output({}, {})
+    lost.preempted_req_ids = {"one"}
+    world.report(world.side.build_step(lost))
+    request.num_computed_tokens = 0
+    found = world.ask(request)
+    assert found == LENGTH - 1
+    world.start(request, found)
+    world.end_step(request)
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"agreed": 1}
+
+
+def test_steps_that_end_within_chunks(start: Start) -> None:
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    request = world.asks(tokens_of(1, LENGTH))
+    for at in range(0, LENGTH, 7):
+        more = min(7, LENGTH - at)
+        told = {"one": (at, more)}
+        world.report(world.side.build_step(output(told if at == 0 else {}, told if at else {})))
+        request.num_computed_tokens = at + more
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"agreed": 4}
+
+
+def test_a_request_that_is_aborted_leaves_nothing_open(start: Start) -> None:
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    request = world.asks(tokens_of(1, LENGTH))
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {}
+
+
+def test_what_has_left_meanwhile_is_not_compared(start: Start) -> None:
+    world = start()
+    names = world.put(tokens_of(1, LENGTH))
+    request = world.asks(tokens_of(1, LENGTH))
+    world.store.drop([world.rig.chunk(names[0])])
+    world.end_step(request)
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"agreed": 3, "not_compared": 1}
+
+
+def test_moved_and_approximate_kv_are_never_drawn(start: Start) -> None:
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    request = world.request("one", tokens_of(1, LENGTH))
+    world.come(request)
+    state, audits = world.side.requests["one"], world.side.audits
+    found = world.store.find(state.lookup, 0, LENGTH - 1)
+    held = world.store.hold_ready(found, state.lookup.keys, LENGTH - 1)
+    moved = [replace(piece, first=0) for piece in held]
+    assert not audits.takes(state, moved, [])
+    state.approximate = "int8"
+    assert not audits.takes(state, held, [])
+    state.approximate, state.stores = None, False
+    assert not audits.takes(state, held, []), "it may leave nothing"
+    state.stores = True
+    assert not audits.takes(state, held, held[:1]), "it is loaded in parts"
+    assert audits.takes(state, held, [])
+    world.store.release(piece.chunk for piece in held)
+    state.audited = ()
+    world.start(request, 0)
+    world.finish(request)
+
+
+def test_after_too_many_nothing_is_served(start: Start) -> None:
+    world = start(audit={"stop_after": 2})
+    for number in (1, 2, 3):
+        world.put(tokens_of(number, LENGTH), wrong=number)
+    assert world.serves(tokens_of(1, LENGTH)) == 0
+    assert not world.store.is_distrusted
+    assert world.serves(tokens_of(2, LENGTH), "two") == 0
+    assert world.store.is_distrusted
+    world.side.take_stats()
+    assert world.serves(tokens_of(3, LENGTH), "three") == 0
+    counters = world.side.take_stats().data["counters"]
+    assert counters["skipped:distrusted"] == 1
+
+
+def test_one_that_waits_when_it_stops_is_computed(start: Start) -> None:
+    world = start(audit={"stop_after": 1})
+    world.put(tokens_of(1, LENGTH), wrong=1)
+    world.put(tokens_of(2, LENGTH))
+    waiting = world.request("two", tokens_of(2, LENGTH))
+    world.come(waiting)
+    assert world.serves(tokens_of(1, LENGTH)) == 0
+    assert world.store.is_distrusted
+    assert world.ask(waiting) == 0
+    world.start(waiting, 0)
+    world.end_step(waiting)
+    world.finish(waiting)
+    world.end_step()
+
+
+def test_saves_that_are_given_up_are_no_alarm(start: Start) -> None:
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    request = world.asks(tokens_of(1, LENGTH))
+    plan = world.side.build_step(output({"one": (0, LENGTH)}, {}))
+    ids = [save.plan_id for save in plan.saves]
+    world.side.on_report(StepReport(plan.number, Counter(ids), given_up=set(ids)))
+    request.num_computed_tokens = LENGTH
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"not_compared": 4}

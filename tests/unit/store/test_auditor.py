@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stored chunks beside copies of what was computed, over a store in memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_vllm.cli.inspect import show_audits
+from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.policy.kv_compare import Comparison, Unit
+from attnstore_vllm.preflight import SLAB_NAME
+from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
+from attnstore_vllm.types import NVME, Event
+from tests.helpers import (
+    NAMESPACE,
+    PAYLOAD_BYTES,
+    Rig,
+    Rigs,
+    conversation,
+    name_of,
+    names_of,
+    payload_of,
+    push_out_of_dram,
+    sequence_of,
+)
+
+BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8), Unit(0, 1, PAYLOAD_BYTES // 2, 1024)], None)
+"""Two layers of 4 blocks."""
+ALL = range(4)
+SECRET = 4242
+"""A token that no file and no line may have."""
+
+
+def audited(open_rig: Rigs, path: Path, **options: Any) -> tuple[Rig, MemoryDevice]:
+    given = {"stop_after": 100, **options.pop("audit", {})}
+    return open_rig(audit=AuditConfig(rate=1.0, **given), comparison=BITS, path=path, **options)
+
+
+def compare(rig: Rig, chunk: Chunk, computed: bytes, hit: int = 1, blocks: range = ALL) -> None:
+    """As the workers copy it, until all is over."""
+    copy = rig.store.begin_audit(hit, chunk, chunk.dram, blocks)
+    assert copy is not None
+    assert rig.store.residency.index.get(chunk.name.key) is chunk, "the copy is not found"
+    rig.pool.slot(copy.dram.slot)[:] = computed
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+
+
+def outcomes(rig: Rig) -> dict[str, int]:
+    counts = rig.store.figures().counts
+    names = (Event.AGREED, Event.DIFFERED, Event.NOT_COMPARED)
+    return {name.value: counts[name] for name in names if counts.get(name)}
+
+
+def stored(rig: Rig, tokens: list[int], **given: bytes) -> Chunk:
+    name = name_of(sequence_of(tokens), 0)
+    assert rig.put(name, given.get("payload")) is not None
+    return rig.chunk(name)
+
+
+def test_what_agrees_stays_and_the_copy_goes(open_rig: Rigs, tmp_path: Path) -> None:
+    rig, device = audited(open_rig, tmp_path)
+    chunk = stored(rig, conversation(1))
+    device.settle()
+    free = len(rig.store.residency.dram.free)
+    compare(rig, chunk, payload_of(chunk.name))
+    assert outcomes(rig) == {"agreed": 1}
+    assert len(rig.store.residency.dram.free) == free
+    assert rig.read(sequence_of(conversation(1, 16))) == [(chunk.name, payload_of(chunk.name))]
+    assert rig.store.figures().counts["saved"] == 1 and rig.store.figures().counts["written"] == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_differs_leaves_all_tiers_also_for_the_next_start(
+    open_rig: Rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, device = audited(open_rig, tmp_path)
+    wrong = bytearray(payload_of(name_of(sequence_of([SECRET] * 16), 0)))
+    wrong[5000] ^= 1
+    chunk = stored(rig, [SECRET] * 40, payload=bytes(wrong))
+    right = stored(rig, conversation(2))
+    device.settle()
+    assert chunk.at(NVME).state is State.READY
+    with caplog.at_level(logging.ERROR):
+        compare(rig, chunk, payload_of(chunk.name))
+    assert outcomes(rig) == {"differed": 1}
+    assert chunk.dropped
+    assert rig.read(sequence_of([SECRET] * 40)) == []
+    device.settle()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 1, "the other one"
+    assert again.chunk(right.name)
+    assert again.store.figures().counts["corrupt"] == 0, "zeros are no damage"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert chunk.name.key.hex()[:16] in line and "rank 0, layer 1: other bits" in line
+    assert str(SECRET) not in line
+
+
+def test_the_bytes_are_kept_for_their_owner_alone(open_rig: Rigs, tmp_path: Path) -> None:
+    rig, _ = audited(open_rig, tmp_path)
+    wrong = bytes(PAYLOAD_BYTES)
+    chunk = stored(rig, [SECRET] * 40, payload=wrong)
+    compare(rig, chunk, payload_of(chunk.name), blocks=range(1, 3))
+    ((path, head),) = kept(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert head is not None
+    assert (head["key"], head["position"], head["blocks"]) == (chunk.name.key.hex(), 0, [1, 3])
+    content = path.read_bytes().partition(b"\n")[2]
+    computed = payload_of(chunk.name)
+    expected = [slot[a : a + 2048] for slot in (wrong, computed) for a in (1024, 4096 + 1024)]
+    assert content == b"".join(expected), "what was compared, and nothing else of the slots"
+    assert str(SECRET) not in json.dumps(head)
+
+
+@pytest.mark.parametrize("keep_bytes", [None, 20_000])
+def test_no_more_is_kept_than_there_is_room_for(
+    open_rig: Rigs, tmp_path: Path, keep_bytes: int | None
+) -> None:
+    rig, _ = audited(open_rig, tmp_path, audit={"keep_bytes": keep_bytes})
+    for number in range(4):
+        chunk = stored(rig, conversation(number), payload=bytes(PAYLOAD_BYTES))
+        compare(rig, chunk, payload_of(chunk.name), hit=number)
+    assert outcomes(rig) == {"differed": 4}
+    files = [path for path, _ in kept(tmp_path)] if keep_bytes else []
+    assert len(files) == (1 if keep_bytes else 0)
+    assert keep_bytes or not list(tmp_path.iterdir())
+
+
+def test_after_so_many_hits_nothing_is_served(
+    open_rig: Rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, _ = audited(open_rig, tmp_path, audit={"stop_after": 2})
+    good = sequence_of(conversation(9))
+    rig.put_all(good)
+    for number in range(2):  # chunks of one hit count once
+        chunk = stored(rig, conversation(number), payload=bytes(PAYLOAD_BYTES))
+        compare(rig, chunk, payload_of(chunk.name), hit=7)
+    assert not rig.store.is_distrusted and rig.check_read(good) == 3
+    chunk = stored(rig, conversation(3), payload=bytes(PAYLOAD_BYTES))
+    with caplog.at_level(logging.ERROR):
+        compare(rig, chunk, payload_of(chunk.name), hit=8)
+    assert rig.store.is_distrusted
+    assert rig.read(good) == [], "what is right is not believed either"
+    mark = stopped_path(tmp_path, NAMESPACE)
+    assert stops(tmp_path) == [mark] and is_stopped(tmp_path, NAMESPACE)
+    assert not is_stopped(tmp_path, bytes(32))
+    assert stat.S_IMODE(mark.stat().st_mode) == 0o600
+    assert str(mark) in caplog.records[-1].getMessage()
+    assert "2 hits" in mark.read_text()
+
+
+def test_a_directory_that_cannot_be_written_to_is_told(
+    open_rig: Rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, _ = audited(open_rig, tmp_path / "gone", audit={"stop_after": 1})
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    compare(rig, chunk, payload_of(chunk.name))
+    assert rig.store.is_distrusted, "it stops all the same"
+    assert all("Nothing could be written" in record.getMessage() for record in caplog.records)
+
+
+def test_what_is_not_there_any_more_is_not_compared(open_rig: Rigs, tmp_path: Path) -> None:
+    rig, device = audited(open_rig, tmp_path)
+    chunk = stored(rig, conversation(1))
+    was = chunk.dram
+    device.settle()
+    push_out_of_dram(rig, device, 8)
+    assert rig.store.begin_audit(1, chunk, was, ALL) is None, "only NVMe has it"
+    assert rig.check_read(sequence_of(conversation(1, 16))) == 1
+    assert chunk.dram.state is State.READY
+    assert rig.store.begin_audit(1, chunk, was, ALL) is None, "it came up again since"
+    rig.store.drop([chunk])
+    assert rig.store.begin_audit(1, chunk, chunk.dram, ALL) is None
+    assert outcomes(rig) == {"not_compared": 3}
+
+
+def test_a_copy_that_was_given_up_says_nothing(open_rig: Rigs, tmp_path: Path) -> None:
+    rig, _ = audited(open_rig, tmp_path)
+    chunk = stored(rig, conversation(1))
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, ALL)
+    assert copy is not None
+    rig.store.drop([copy])
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+    assert outcomes(rig) == {"not_compared": 1}
+    assert not chunk.dropped
+
+
+def test_a_reset_meanwhile_says_nothing(open_rig: Rigs, tmp_path: Path) -> None:
+    """Weights may have changed since the chunk was stored."""
+    rig, _ = audited(open_rig, tmp_path)
+    chunk = stored(rig, conversation(1))
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, ALL)
+    assert copy is not None
+    assert rig.store.reset()
+    rig.pool.slot(copy.dram.slot)[:] = bytes(PAYLOAD_BYTES)
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+    assert outcomes(rig) == {"not_compared": 1}
+
+
+def test_a_copy_takes_no_room_from_what_would_have_to_be_computed(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    rig, device = audited(open_rig, tmp_path)
+    device.hold()
+    chunks = [stored(rig, conversation(number)) for number in range(8)]
+    assert rig.store.begin_audit(1, chunks[0], chunks[0].dram, ALL) is None, "all is dirty"
+    device.release()
+    device.settle()
+    compare(rig, chunks[0], payload_of(chunks[0].name))
+    assert outcomes(rig) == {"agreed": 1, "not_compared": 1}
+    assert chunks[0].dram.state is State.READY, "what is compared is no victim"
+
+
+def test_copies_are_few_at_a_time(open_rig: Rigs, tmp_path: Path) -> None:
+    rig, device = audited(open_rig, tmp_path, dram_slots=16)
+    sequence = sequence_of(conversation(1))
+    rig.put_all(sequence)
+    device.settle()
+    chunks = [rig.chunk(name) for name in names_of(sequence)]
+    copies = [rig.store.begin_audit(1, chunk, chunk.dram, ALL) for chunk in chunks]
+    assert [copy is not None for copy in copies] == [True, True, False]
+    for copy in copies[:2]:
+        assert copy is not None
+        rig.pool.slot(copy.dram.slot)[:] = payload_of(copy.name)
+    rig.store.finish_saves([copy for copy in copies if copy is not None])
+    rig.until_idle()
+    assert outcomes(rig) == {"agreed": 2, "not_compared": 1}
+
+
+def test_a_write_that_is_under_way_ends_first(open_rig: Rigs, tmp_path: Path) -> None:
+    """Else its record would be found by the next start."""
+    rig, device = audited(open_rig, tmp_path)
+    device.hold()
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    rig.until(lambda: chunk.at(NVME).state is State.WRITING)
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, ALL)
+    assert copy is not None
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(chunk.name)
+    rig.store.finish_saves([copy])
+    device.settle()
+    assert outcomes(rig) == {} and not chunk.dropped
+    device.release()
+    rig.until_idle()
+    device.settle()
+    assert outcomes(rig) == {"differed": 1} and chunk.dropped
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
+
+
+def test_a_kept_file_that_is_not_whole_is_told(tmp_path: Path) -> None:
+    aside = Aside(tmp_path, 1 << 20)
+    whole = aside.keep({"key": "ab"}, b"\xab" * 32, [memoryview(b"x")])
+    assert whole is not None
+    cut = whole.with_name("0" + whole.name)
+    cut.touch(mode=0o600)
+    assert list(kept(tmp_path)) == [(cut, None), (whole, {"key": "ab"})]
+
+
+def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """The next turn of a conversation, which is the usual hit, replaces the tail that it found."""
+    rig, device = audited(open_rig, tmp_path)
+    tail = stored(rig, conversation(1, 8), payload=bytes(PAYLOAD_BYTES))
+    device.settle()
+    copy = rig.store.begin_audit(1, tail, tail.dram, range(2))
+    assert copy is not None
+    stored(rig, conversation(1, 16))
+    assert tail.dropped
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(tail.name)
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+    assert outcomes(rig) == {"differed": 1}
+    device.settle()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 1, "the longer one"
+
+
+def test_inspect_lists_what_an_audit_has_left(
+    open_rig: Rigs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rig, _ = audited(open_rig, tmp_path, audit={"stop_after": 1})
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    compare(rig, chunk, payload_of(chunk.name))
+    aside = Aside(tmp_path, 1 << 20)
+    strange = aside.keep({"found": "\x1b[2J", "position": ["x"]}, bytes(32), [])
+    (tmp_path / SLAB_NAME).touch()
+    show_audits(tmp_path)
+    said = capsys.readouterr().out
+    assert f"not served: {stopped_path(tmp_path, NAMESPACE)} is there" in said
+    assert "16 tokens from token 0 of a prompt; rank 0, layer 0: other bits" in said
+    assert str(strange) in said and "\x1b" not in said
