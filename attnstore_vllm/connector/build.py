@@ -25,7 +25,15 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.connector.facts import facts_of
-from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
+from attnstore_vllm.connector.groups import (
+    check_chunks,
+    groups_of,
+    hit_tokens_of,
+    needs_of,
+    packed_bytes,
+    prompts_only,
+    regions_of,
+)
 from attnstore_vllm.connector.kv_events import KvEvents, teller_of
 from attnstore_vllm.connector.media_data import counts_media, read_media, why_no_media
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
@@ -92,18 +100,21 @@ def geometry_of(
 ) -> Geometry:
     """The shapes that both sides agree on, each from its own copy of the configuration."""
     groups = groups_of(kv_cache_config)
-    is_one = len(groups) == 1
+    is_one = len(kv_cache_config.kv_cache_groups) == 1
+    hit_tokens = hit_tokens_of(kv_cache_config)
     # Whole blocks, and hits may end where chunks do (index/prefix.py).
-    chunk_tokens = round_chunk_tokens(
-        config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
-    )
+    multiple = math.lcm(hit_tokens or GRAIN_TOKENS, *(group.block_tokens for group in groups))
+    chunk_tokens = round_chunk_tokens(config.chunk_tokens, multiple)
     check_chunks(groups[0], chunk_tokens)
     return Geometry(
         num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-        regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
+        regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config, groups),
         groups=groups,
         chunk_tokens=chunk_tokens,
         replicas=replicas_of(vllm_config, kv_cache_config),
+        is_packed=packed_bytes(kv_cache_config) > 0,
+        hit_tokens=hit_tokens,
+        prompts_only=prompts_only(kv_cache_config),
     )
 
 
@@ -422,7 +433,7 @@ def _encoding(vllm_config: VllmConfig, codec: Codec | None, geometry: Geometry) 
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype == "auto":
         dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if any(group.reach == Reach.STATE.value for group in geometry.groups):
+    if geometry.is_packed or any(group.reach == Reach.STATE.value for group in geometry.groups):
         dtype = "mixed"
     return Encoding(codec.name, codec.version, pages(codec.room(geometry.slot_bytes, dtype)))
 

@@ -105,19 +105,20 @@ class ScriptedEngine:
         self.pool, self.worker = pool, self.workers[0]
         self._aggregator = KVOutputAggregator(num_ranks)
         kind = AsyncScheduler if depth > 1 else Scheduler
+        hash_block = _hash_block(cache)
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
             block_size=math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)),
-            hash_block_size=BLOCK,
+            hash_block_size=hash_block,
             log_stats=True,
         )
         # The model takes no pictures, so vLLM plans no room for what an encoder makes of them.
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1 << 20)
         self.scheduler.max_num_encoder_input_tokens = 1 << 20
         init_none_hash(_digest)
-        self._hasher = get_request_block_hasher(BLOCK, _digest)
+        self._hasher = get_request_block_hasher(hash_block, _digest)
         self._depth = depth
         self._drafts = drafts
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -247,6 +248,13 @@ def feature_of(picture: Picture, name: str) -> MultiModalFeatureSpec:
     """As it comes to the scheduler."""
     place = PlaceholderRange(picture.offset, picture.length)
     return MultiModalFeatureSpec(seen(picture.content), "image", name, place, picture.content)
+
+
+def _hash_block(cache: KVCacheConfig) -> int:
+    """Tokens of vLLM's names of blocks: a block's, where there is one group."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    blocks = [spec.block_size for spec in specs if spec.prefix_cacheable]
+    return blocks[0] if len(specs) == 1 else math.gcd(BLOCK, *blocks)
 
 
 def _digest(value: Any) -> bytes:
