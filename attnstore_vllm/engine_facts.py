@@ -25,6 +25,8 @@ class EngineFacts:
     ahead: int = 0
     """So many tokens behind it decide KV of a token too (drafts): a hit ends before those of which
     that is not known."""
+    hit_tokens: int = 0
+    """See Geometry."""
     why_not_moved: str | None = None
     """Why KV cannot be moved to other positions; None: it can."""
 

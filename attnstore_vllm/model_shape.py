@@ -98,7 +98,13 @@ class KvShape:
     def needs(self) -> list[Need]:
         """The needs of the groups beside the spine."""
         return [
-            Need(place, Reach(group.reach), group.reach_tokens, group.block_tokens)
+            Need(
+                place,
+                Reach(group.reach),
+                group.reach_tokens,
+                group.block_tokens,
+                room=self.geometry.room(place),
+            )
             for place, group in enumerate(self.geometry.groups)
             if place
         ]

@@ -32,7 +32,15 @@ from attnstore_vllm.connector.context_parallel import (
     why_not_turned,
 )
 from attnstore_vllm.connector.facts import facts_of
-from attnstore_vllm.connector.groups import check_chunks, groups_of, needs_of, regions_of
+from attnstore_vllm.connector.groups import (
+    check_chunks,
+    groups_of,
+    hit_tokens_of,
+    needs_of,
+    packed_bytes,
+    prompts_only,
+    regions_of,
+)
 from attnstore_vllm.connector.kv_events import KvEvents, teller_of
 from attnstore_vllm.connector.media_data import (
     counts_media,
@@ -118,18 +126,21 @@ def geometry_of(
         stages: those of stages_of(). Without them the shapes have no room for other stages.
     """
     groups = over_ranks(groups_of(kv_cache_config), kv_cache_config, vllm_config)
-    is_one = len(groups) == 1
+    is_one = len(kv_cache_config.kv_cache_groups) == 1
+    hit_tokens = hit_tokens_of(kv_cache_config)
     # Whole blocks, and hits may end where chunks do (index/prefix.py).
-    chunk_tokens = round_chunk_tokens(
-        config.chunk_tokens, math.lcm(GRAIN_TOKENS, *(group.block_tokens for group in groups))
-    )
+    multiple = math.lcm(hit_tokens or GRAIN_TOKENS, *(group.block_tokens for group in groups))
+    chunk_tokens = round_chunk_tokens(config.chunk_tokens, multiple)
     check_chunks(groups[0], chunk_tokens)
     geometry = Geometry(
         num_ranks=num_ranks_of(vllm_config) * num_stages(vllm_config),
-        regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config),
+        regions=page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config, groups),
         groups=groups,
         chunk_tokens=chunk_tokens,
         replicas=replicas_of(vllm_config, kv_cache_config),
+        is_packed=packed_bytes(kv_cache_config) > 0,
+        hit_tokens=hit_tokens,
+        prompts_only=prompts_only(kv_cache_config),
     )
     return with_all(geometry, stages) if stages else geometry
 
@@ -513,7 +524,7 @@ def _encoding(vllm_config: VllmConfig, codec: Codec | None, geometry: Geometry) 
     dtype = str(vllm_config.cache_config.cache_dtype)
     if dtype == "auto":
         dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    if any(group.reach == Reach.STATE.value for group in geometry.groups):
+    if geometry.is_packed or any(group.reach == Reach.STATE.value for group in geometry.groups):
         dtype = "mixed"
     return Encoding(codec.name, codec.version, pages(codec.room(geometry.slot_bytes, dtype)))
 

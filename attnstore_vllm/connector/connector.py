@@ -33,6 +33,7 @@ from attnstore_vllm.connector.build import (
 from attnstore_vllm.connector.compat import hit_sources, is_of_a_pause
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
+from attnstore_vllm.connector.specs import fill_scales, told
 from attnstore_vllm.connector.support import (
     check_interface,
     check_start,
@@ -200,12 +201,13 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             worker.refuse(failed)
 
     def _register(self, worker: Worker, kv_caches: dict[str, torch.Tensor]) -> None:
-        reason = reason_of_layers(self._kv_cache_config)
+        reason = reason_of_layers(self._kv_cache_config, worker.geometry.hit_tokens)
         if reason is not None:
             raise UnsupportedError(reason)
         replicas = worker.geometry.replicas
         if replicas > getattr(self._kv_cache_config, "kv_tp_replicas", 1):
             check_replicas(self._layers(worker), replicas)
+        fill_scales(self._layers(worker), kv_caches)
         worker.register_kv_caches(
             kv_caches,
             self._kernel_name(worker),
@@ -231,7 +233,9 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return ", ".join(sorted({_kernel_of(layer) for layer in self._layers(worker).values()}))
 
     def _live_facts(self, worker: Worker, kinds: Sequence[KindOfLayer]) -> dict[str, str]:
-        return live_facts(self._layers(worker), kinds, self._kv_cache_config.num_blocks)
+        facts = live_facts(self._layers(worker), kinds, self._kv_cache_config.num_blocks)
+        specs = told(self._kv_cache_config)
+        return facts | {"specs": specs} if specs else facts
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The one hook that comes before every forward pass, and before vLLM binds the plan."""

@@ -44,6 +44,7 @@ def facts_of(
     return EngineFacts(
         needs=needs,
         ahead=tokens_ahead(vllm_config),
+        hit_tokens=geometry.hit_tokens,
         why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), why_not_cut),
         step_tokens=scheduler.max_num_batched_tokens,
         replays=_replays(vllm_config),

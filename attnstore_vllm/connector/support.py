@@ -9,11 +9,19 @@ refused: that is the user's to change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnstore_vllm.connector.context_parallel import check_context, sizes_of
 from attnstore_vllm.connector.groups import groups_of, regions_of
+from attnstore_vllm.connector.specs import (
+    has_states_of_several,
+    is_scratch,
+    keeps_prompts_only,
+    layer_specs,
+    may_keep_all,
+    one_spec,
+    reach_of,
+)
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.drafts import drafts_of, reason_of_drafts
 from attnstore_vllm.plugin import several_nodes
@@ -51,11 +59,10 @@ TRANSFERS = (
 )
 """vLLM's connectors between a server that prefills and one that decodes."""
 
-KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Values of --kv-cache-dtype that are served. Others carry scales beside the tokens, or are taken
-by builds of vLLM that do not know them; there answers change after a load."""
-_BOTH_WAYS = ("non_causal", "non_causal_multi_token_decode")
-"""Fields of specs, which not all kinds have."""
+CPU_KV_TYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Values of --kv-cache-dtype that vLLM's CPU build knows. It takes others without a word, and its
+kernels write past the pages of such types: there answers change after a load. On other platforms a
+page is bytes, of any type."""
 
 
 def check_interface(base: type) -> None:
@@ -142,67 +149,49 @@ def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
     groups = kv_cache_config.kv_cache_groups
     if not any(group.layer_names for group in groups):
         return "it keeps no KV"
-    if len(groups) > 1:
-        return _reason_of_several(kv_cache_config)
-    reason = _reason_of_specs(_specs_of(kv_cache_config)[:1], _help(kv_cache_config))
-    if reason is not None:
-        return reason
+    is_one = len(groups) == 1
     try:
-        groups_of(kv_cache_config)
-        page_bytes_of(kv_cache_config)
+        found = groups_of(kv_cache_config)
+        page_bytes_of(kv_cache_config) if is_one else regions_of(kv_cache_config, found)
+    except UnsupportedError as error:
+        return f"{error}{'' if is_one else _help(kv_cache_config)}"
+    if kv_cache_config.needs_kv_cache_zeroing and not _spares_loaded_blocks():
+        return "vLLM writes zeros to its new blocks, also to those that are loaded ahead"
+    return None
+
+
+def reason_of_layers(kv_cache_config: KVCacheConfig, hit_tokens: int) -> str | None:
+    """As reason_to_idle(), of what only a worker can say: it has the specs of all layers.
+
+    Args:
+        hit_tokens: of the geometry.
+    """
+    try:
+        for group in kv_cache_config.kv_cache_groups:
+            _check_layers(group, hit_tokens)
     except UnsupportedError as error:
         return str(error)
-    if kv_cache_config.needs_kv_cache_zeroing and not _spares_loaded_blocks():
-        return "vLLM writes zeros to its new blocks, also to those that are loaded ahead"
     return None
 
 
-def _reason_of_several(kv_cache_config: KVCacheConfig) -> str | None:
-    try:
-        groups_of(kv_cache_config)
-        regions_of(kv_cache_config)
-    except UnsupportedError as error:
-        return f"{error}{_help(kv_cache_config)}"
-    if kv_cache_config.needs_kv_cache_zeroing and not _spares_loaded_blocks():
-        return "vLLM writes zeros to its new blocks, also to those that are loaded ahead"
-    return None
+def _check_layers(group: Any, hit_tokens: int) -> None:
+    """Raise UnsupportedError unless the group's first layer, which is all that the scheduler side
+    has of it, stands for the others."""
+    first = one_spec(group)
+    for name, spec in layer_specs(group).items():
+        if is_scratch(spec) and is_scratch(first):
+            continue
+        if _needs(spec) != _needs(first):
+            raise UnsupportedError(f"layer {name} needs other tokens than those of its group")
+        if has_states_of_several(spec) and (not hit_tokens or hit_tokens % spec.tokens_per_state):
+            raise UnsupportedError(
+                f"layer {name} keeps a state for {spec.tokens_per_state} tokens, and the first "
+                "layer of its group does not say so (tokens_per_state)"
+            )
 
 
-def reason_of_layers(kv_cache_config: KVCacheConfig) -> str | None:
-    """As reason_to_idle(), of what only a worker can say: it has the specs of all layers."""
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        return None  # both sides have seen the specs of all groups
-    return _reason_of_specs(_specs_of(kv_cache_config))
-
-
-def _specs_of(kv_cache_config: KVCacheConfig) -> list[Any]:
-    """The first group's specs, with the one first that the scheduler side has."""
-    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs  # noqa: PLC0415
-
-    spec: Any = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    is_mixed = type(spec) is UniformTypeKVCacheSpecs
-    return list(spec.kv_cache_specs.values()) if is_mixed else [spec]
-
-
-def _reason_of_specs(specs: Sequence[Any], hint: str = "") -> str | None:
-    from vllm.v1.kv_cache_interface import (  # noqa: PLC0415
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-    )
-
-    # A spec of one layer says of all whether they keep all tokens.
-    is_window = any(type(spec) is SlidingWindowSpec for spec in specs)
-    known = (SlidingWindowSpec,) if is_window else (FullAttentionSpec, MLAAttentionSpec)
-    for spec in specs:
-        if type(spec) not in known:
-            name = type(spec).__name__
-            return f"its KV cache is {name}; FullAttentionSpec is supported{hint}"
-        if any(getattr(spec, name, False) for name in _BOTH_WAYS):
-            return "it attends in both directions"
-        if getattr(spec, "tokens_per_state", 1) != 1:
-            return "it keeps one state for several tokens"
-    return None
+def _needs(spec: Any) -> tuple[Any, ...]:
+    return is_scratch(spec), keeps_prompts_only(spec), *reach_of(spec)
 
 
 def page_bytes_of(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -276,11 +265,7 @@ def _spares_loaded_blocks() -> bool:
 
 def _help(kv_cache_config: KVCacheConfig) -> str:
     """A flag with which such a model is served at once, where something does."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec  # noqa: PLC0415
-
-    specs: list[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    are_windows = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
-    if not are_windows or len({(spec.block_size, spec.page_size_bytes) for spec in specs}) != 1:
+    if not may_keep_all([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]):
         return ""
     return (
         ". With --disable-hybrid-kv-cache-manager it is served, at the price of KV for all tokens "
@@ -288,14 +273,20 @@ def _help(kv_cache_config: KVCacheConfig) -> str:
     )
 
 
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    return bool(current_platform.is_cpu())
+
+
 def _reason_of_settings(vllm_config: VllmConfig) -> str | None:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     of_drafts = getattr(drafts_of(vllm_config), "kv_cache_dtype", None)
     for kind in (cache.cache_dtype, of_drafts or "auto"):
-        if kind not in KV_TYPES:
+        if kind not in CPU_KV_TYPES and _is_cpu():
             return (
-                f"KV of type {kind!r} (--kv-cache-dtype) is not known to be right after "
-                f"a load; {', '.join(KV_TYPES)} are"
+                f"vLLM's CPU build does not know KV of type {kind!r} (--kv-cache-dtype), and its "
+                f"kernels write past such pages; {', '.join(CPU_KV_TYPES)} are known there"
             )
     if getattr(cache, "calculate_kv_scales", False):
         return "its KV scales are calculated anew at each start (--calculate-kv-scales)"
@@ -311,6 +302,7 @@ def _reason_of_settings(vllm_config: VllmConfig) -> str | None:
             "enable_return_routed_experts",
             "tokens that are loaded have no routed experts",
         ),
+        (cache, "use_replayssm", "part of a recurrent state lies beside its block"),
         (vllm_config, "diffusion_config", "a diffusion model computes KV again and again"),
         (vllm_config, "engram_config", "engram memories are not supported"),
     ):

@@ -22,7 +22,7 @@ from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.layout import LayerLayout, describe, order_of_axes, page_of
+from attnstore_vllm.transfer.layout import LayerLayout, block_of, describe, order_of_axes, page_of
 from attnstore_vllm.transfer.page_tables import MapAhead
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 from attnstore_vllm.transfer.pool import SharedPool
@@ -90,8 +90,8 @@ class Worker:
         """The region of each layer."""
         self._num_blocks = num_blocks
         self._write_buffer_bytes = write_buffer_bytes
-        # With several groups a region is whole when the last of its layers is computed.
-        self._by_layer = by_layer and len(geometry.groups) == 1
+        # A region of several layers is whole when the last of them is computed.
+        self._by_layer = by_layer and len(self._regions) == geometry.num_layers
         self._is_alone = is_alone
         # vLLM copies states that change hands after the hook of begin_step().
         self._marks = all(group.reach != Reach.STATE.value for group in geometry.groups)
@@ -106,8 +106,8 @@ class Worker:
         self._is_saving = False
         """Whether this step has anything to do with saves. Most have not."""
         self._freed: set[str] = set()
-        self._hooked: set[int] = set()
-        """Regions of the layers for which this forward pass has called its hook."""
+        self._hooked: set[str] = set()
+        """Layers for which this forward pass has called its hook."""
         self._has_hooks = False
         """A forward pass has called all: until then one may be that calls none."""
         self._whole = True
@@ -136,16 +136,15 @@ class Worker:
         if missing:
             raise UnsupportedError(f"vLLM registered no KV tensor for the layers {sorted(missing)}")
         tensors = [kv_caches[name] for name in self._regions]
-        pages = self.geometry.regions
-        of_layers = {
-            name: page_of(name, describe(name, tensor, self._num_blocks), pages[region])
-            for (name, region), tensor in zip(self._regions.items(), tensors, strict=True)
-        }
-        layouts = self._layouts_of_regions(of_layers)
+        every = [
+            describe(name, tensor, self._num_blocks)
+            for name, tensor in zip(self._regions, tensors, strict=True)
+        ]
+        layouts, every = self._layouts_of(tensors, every)
         self.adapters = adapters or self.adapters
         first = tensors[0]
-        every = list(of_layers.values())
         kinds = _kinds(tensors, every)
+        places = [at.base - layouts[0].base for at in every] if self.geometry.is_packed else []
         facts = live([(i, tensors[i], every[i]) for i in kinds]) if live is not None else {}
         self._rotations, why_not = self._find_rotations(kv_caches, layouts)
         page, why_no_page = self._find_page(kv_caches, layouts)
@@ -167,7 +166,7 @@ class Worker:
                     layout=layout,
                     kernel=kernel,
                     live=tuple(sorted(facts.items())),
-                    others=_digest(tensors, every) if len(kinds) > 1 else "",
+                    others=_digest(tensors, every, places) if len(kinds) > 1 or places else "",
                     part=self._part,
                     layers=_digest_names(self._regions) if self.geometry.stages else "",
                 ),
@@ -184,6 +183,20 @@ class Worker:
                 replicas=self.geometry.replicas,
             ).to_json(),
         )
+
+    def _layouts_of(
+        self, tensors: Sequence[torch.Tensor], every: Sequence[LayerLayout]
+    ) -> tuple[list[LayerLayout], list[LayerLayout]]:
+        """Where the pages of each region are, and those of each layer. Raises UnsupportedError."""
+        pages, named = self.geometry.regions, zip(self._regions.items(), every, strict=True)
+        if self.geometry.is_packed:
+            of_blocks = {
+                name: block_of(name, tensor, self._num_blocks, pages[0])
+                for name, tensor in zip(self._regions, tensors, strict=True)
+            }
+            return self._layouts_of_regions(of_blocks), list(every)
+        of_layers = {name: page_of(name, layout, pages[region]) for (name, region), layout in named}
+        return self._layouts_of_regions(of_layers), list(of_layers.values())
 
     def _layouts_of_regions(self, of_layers: Mapping[str, LayerLayout]) -> list[LayerLayout]:
         """Where the pages of each region are. Groups lie over each other, so it is the same for all
@@ -232,6 +245,8 @@ class Worker:
             return [], "it has recurrent states, which are of all tokens before them"
         if self.geometry.has_window_alone:
             return [], "all its layers have windows"
+        if self.geometry.hit_tokens:
+            return [], "its hits end at whole blocks alone"
         try:
             return self._read_rotations(self._first_blocks(kv_caches, layouts)), None
         except UnsupportedError as error:
@@ -245,7 +260,8 @@ class Worker:
         """Where K and V are, in all layers alike, or why that cannot be said."""
         if self._page is None:
             return None, None
-        if len(self.geometry.groups) > 1 or self.geometry.has_window_alone:
+        beside = len(self.geometry.groups) > 1 or self.geometry.is_packed
+        if beside or self.geometry.has_window_alone:
             return None, "it has KV cache groups beside one of all tokens"
         try:
             return self._page(self._first_blocks(kv_caches, layouts)[0]), None
@@ -337,7 +353,7 @@ class Worker:
     def wait_for_layer(self, layer: str) -> None:
         index = self._regions.get(layer)
         if index is not None:
-            self._hooked.add(index)
+            self._hooked.add(layer)
             self.loads.wait_layer(index)
 
     def layer_computed(self, layer: str) -> None:
@@ -347,7 +363,7 @@ class Worker:
 
     def end_step(self) -> None:
         """After the forward pass."""
-        self._has_hooks = self._has_hooks or len(self._hooked) == self.geometry.num_layers
+        self._has_hooks = self._has_hooks or len(self._hooked) == len(self._regions)
         self.loads.end_step()
         if self._is_saving:
             self._saves.end_step(self._plan.finished_saving)
@@ -450,9 +466,12 @@ def _facts_of(tensor: torch.Tensor, layout: LayerLayout) -> tuple[Any, ...]:
     return str(tensor.dtype), shape, layout.run_bytes, *axes
 
 
-def _digest(tensors: Sequence[torch.Tensor], layouts: Sequence[LayerLayout]) -> str:
-    facts = list(map(_facts_of, tensors, layouts))
-    return blake3(json.dumps(facts).encode()).hexdigest()
+def _digest(
+    tensors: Sequence[torch.Tensor], layouts: Sequence[LayerLayout], places: Sequence[int] = ()
+) -> str:
+    """Args: places: of the layers in a packed block, in bytes."""
+    facts: list[Any] = list(map(_facts_of, tensors, layouts))
+    return blake3(json.dumps([*facts, list(places)] if places else facts).encode()).hexdigest()
 
 
 def _digest_names(layers: Mapping[str, int]) -> str:

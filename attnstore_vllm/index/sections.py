@@ -62,6 +62,8 @@ class Need:
     block_tokens: int
     ahead: int = 0
     """So many tokens behind it decide KV of a token too (drafts)."""
+    room: int = 0
+    """A section has its chunk's last blocks alone, so many at most; 0: all (Geometry.room())."""
 
     def first(self, stop: int) -> int:
         """The first token that is needed of a prefix [0, stop), down to a whole block; `stop` if
@@ -335,7 +337,7 @@ def _section(
     end, proof = min(stop, chunk_stop), min(stop + need.ahead, chunk_stop)
     best: Piece | None = None
     holes = at % size // need.block_tokens if need.group else 0
-    for hole in range(holes + 1):
+    for hole in range(max(0, holes + 1 - need.room) if need.room else 0, holes + 1):
         found = index.match(sequence.section(need.group, hole), at, proof, grain=1)
         if not found:
             continue

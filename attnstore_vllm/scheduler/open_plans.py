@@ -390,6 +390,7 @@ def plan_copies(
             block_ids,
             start // block_tokens * block_tokens,
             min(stop, placed[-1].stop),
+            places=geometry.room(group),
             **sizes,
         )
         if placed

@@ -21,7 +21,7 @@ from attnstore_vllm.index.keys import (
     root_key,
     tenant_hash,
 )
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.prefix import Piece, whole_blocks
 from attnstore_vllm.index.sections import Need
 from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.scheduler.adapters import Asked
@@ -205,6 +205,8 @@ class RequestState:
     """Another connector brings its KV from elsewhere: our "not yet" would hold that up."""
     stores: bool = True
     """Whether what it computes is saved."""
+    prompt_only: bool = False
+    """The store may know its prompt alone (Geometry.prompts_only)."""
     visit: Visit | None = None
     """Its use of the store; set when it has come."""
     unseen: Run | None = None
@@ -292,7 +294,8 @@ class RequestState:
                 return 0
             self.stores = self.stores and _says_store(request)
         known = self.media.known_tokens() if request.mm_features else ALL_TOKENS
-        return known // self.chunk_tokens * self.chunk_tokens
+        usable = known // self.chunk_tokens * self.chunk_tokens
+        return min(usable, whole_blocks(request.num_prompt_tokens)) if self.prompt_only else usable
 
     def _has_changed(self) -> bool:
         """Whether a session's input has made another one of it."""

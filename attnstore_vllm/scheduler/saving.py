@@ -83,6 +83,8 @@ class Saving:
         self._state_tokens = max(states, default=0)
         """The length of a block that has a state."""
         self._num_states = len(states)
+        self._grain = geometry.hit_tokens or GRAIN_TOKENS
+        """Hits end at multiples of it."""
         self.counts = GroupCounts(geometry)
         each = 1 + len(self._needs)
         per_step = max(
@@ -212,7 +214,7 @@ class Saving:
         if self._num_states:
             self._save_states(req, before, computed, tables)
             self._set_step_end(req, computed)
-        whole = whole_blocks(prompt_end)
+        whole = whole_blocks(prompt_end, self._grain)
         for need in self._needs:
             if need.reach is Reach.STATE or computed < prompt_end or need.group == 0:
                 continue  # a chunk of the spine's window is whole when it is full, or at the end
@@ -226,7 +228,7 @@ class Saving:
         is_junction = is_near and before < computed <= req.lookup.parts_at
         is_last = computed < prompt_end <= computed + size
         is_kept = is_junction or is_last
-        if computed % GRAIN_TOKENS or not (is_kept or self._is_wanted(req, computed)):
+        if computed % self._grain or not (is_kept or self._is_wanted(req, computed)):
             return
         req.computing.state_stop = computed
         saved = self._save_states_at(req, computed, tables, low_value=not is_kept)
@@ -264,7 +266,7 @@ class Saving:
                 self.put_off[Event.SAVE_DROPPED] += left + 1
                 req.counted.why_not_stored = Cause.STEP_BUDGET
                 return 0
-            end = kept_end(computed, request.num_prompt_tokens)
+            end = self._kept_end(computed, request.num_prompt_tokens)
             # A state has seen all that was computed, and a hit may end where a tail does.
             is_state_at_end = end == computed == request.num_computed_tokens
             is_state_at_end &= not 0 < end % self._geometry.chunk_tokens < MIN_TAIL_TOKENS
@@ -282,10 +284,15 @@ class Saving:
                 self._drop_low_value(req, end)
         return max(0, computed)
 
+    def _kept_end(self, computed: int, num_prompt_tokens: int) -> int:
+        if self._geometry.hit_tokens:
+            return whole_blocks(computed, self._grain)
+        return kept_end(computed, num_prompt_tokens)
+
     def save_whole_blocks(self, req: RequestState, stop: int, block_ids: Sequence[int]) -> None:
         """The tail of a request whose whole chunks are saved, up to its last whole block."""
         size, block = self._geometry.chunk_tokens, self._geometry.block_tokens
-        stop = whole_blocks(stop // block * block)
+        stop = whole_blocks(stop // block * block, self._grain)
         if stop % size >= MIN_TAIL_TOKENS:
             number = stop // size
             name = req.sequence.name_up_to(number, req.tenant, stop)
@@ -387,13 +394,17 @@ class Saving:
         position = number * size
         block_ids = tables[need.group]
         hole = hole_of(block_ids, position, stop - position, **sizes)
+        if hole is not None and need.room:  # the slot has no more places
+            hole = max(hole, -(-(stop - position) // need.block_tokens) - need.room)
         if hole is None or (hole and need.group == 0):  # the spine's chunks are whole
             return None
         name = req.sequence.section(need.group, hole).name_up_to(number, req.tenant, stop)
         chunk = self._begin(req, name, number, low_value=low_value)
         if chunk is not None:
             slot = chunk.dram.slot
-            copies = plan_save(slot, block_ids, position, stop - position, hole=hole, **sizes)
+            copies = plan_save(
+                slot, block_ids, position, stop - position, hole=hole, places=need.room, **sizes
+            )
             self._plan(req, [(chunk, copies)], group=need.group, is_fleeting=is_fleeting)
             self.counts.add("sections_passed", need.group, low_value)
         return chunk
@@ -489,7 +500,7 @@ class Saving:
         is likely to come, unless others use them too (a shared run). Whose prompt has parted from
         the one before it is another conversation, and the next one may part there as well."""
         before_tokens = 0 if req.visit is None else req.visit.before_tokens
-        if req.computing.has_parted or 0 < req.lookup.parts_at <= before_tokens - GRAIN_TOKENS:
+        if req.computing.has_parted or 0 < req.lookup.parts_at <= before_tokens - self._grain:
             return
         prompt_end = req.request.num_prompt_tokens - 1
         for need in self._needs if req.computing.first else ():

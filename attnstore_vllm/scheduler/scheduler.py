@@ -116,6 +116,7 @@ class Scheduler:
         self.store, self._lock, self.names = store, lock, names
         self._engine = engine
         self.geometry, self._order = geometry, geometry.order
+        self._num_groups = 1 + max(group.number for group in geometry.groups)
         self.adapters = Adapters(geometry.num_ranks, clock)
         self._watch = ResetWatch(self.adapters.hbm_is_empty)
         self._has_adapters = False  # no request has had one
@@ -225,6 +226,7 @@ class Scheduler:
         adapter = NO_ADAPTER if lora is None else self.adapters.identity(lora)
         state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, media)
         state.recent = self._recent
+        state.prompt_only = self.geometry.prompts_only
         self.requests[request.request_id] = state
         self.first_tokens.came(request.request_id)
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
@@ -448,7 +450,7 @@ class Scheduler:
 
     def _tables(self, block_ids: Tables) -> Tables:
         """Blocks by group, as vLLM gives them, with the spine's first."""
-        assert len(block_ids) == len(self.geometry.groups), "not as many groups as at the start"
+        assert len(block_ids) >= self._num_groups, "not as many groups as at the start"
         order = self._order
         return block_ids if order is None else [block_ids[number] for number in order]
 

@@ -99,7 +99,7 @@ class Store:
             pool.num_slots,
             slab.records_max,
             order,
-            grain=harness.grain,
+            grain=engine.hit_tokens or harness.grain,
             chunk_tokens=slab.shape.chunk_tokens,
             seed=secrets.randbits(64),
             pin_shares=(0.0, 0.0) if pinning is None else pinning.shares,

@@ -11,17 +11,21 @@ size, that of the stage with most; behind a smaller one are zero bytes.
 vLLM's KV cache groups draw *physical blocks* of one size from one pool, and lie over each other: a
 physical block is one page in each *region*, and layer i of every group is in region i. So copies
 know regions and block ids, and no groups. A *page* is what vLLM calls so: the bytes of one block in
-one layer on one rank, as vLLM wrote them.
+one layer on one rank, as vLLM wrote them. Where groups have pages of several sizes, vLLM packs
+those of a block side by side: then the whole block is the one region, of all layers.
 
 A group says how many tokens a block of it has. The *spine* is the group that has all tokens: its
 chunks are named by them. Where none has, it is the group with the longest window: that has a
 chunk's tokens at least, so what is kept of a chunk is whole. What other groups keep of a chunk are
 *sections* (index/sections.py), each in a slot of its own, so that a slot is the same for any group
-it is: the blocks of the group with most blocks a chunk.
+it is: the blocks of the group with most blocks a chunk. A group whose window is short and whose
+blocks are small would need many of which a hit reads few: then only the last ones of a section are
+kept (`room`), and block i of a chunk lies in place i modulo the slot's places.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -62,6 +66,13 @@ class Geometry:
     """Consecutive ranks that hold the same KV."""
     stages: tuple[tuple[int, ...], ...] = ()
     """The regions of each pipeline stage; () where there is one stage."""
+    is_packed: bool = False
+    """Pages of a block lie side by side: the one region is the block, of all layers."""
+    hit_tokens: int = 0
+    """Hits end at multiples of so many tokens and nowhere else, as in vLLM's own cache: part of
+    what a layer keeps is not stored, or one state is of several tokens. 0: as prefix.py says."""
+    prompts_only: bool = False
+    """vLLM takes blocks of generated tokens from the spine while a request runs."""
 
     spine: Group = field(init=False)
     has_window_alone: bool = field(init=False)
@@ -71,7 +82,7 @@ class Geometry:
     block_tokens: int = field(init=False)
     """Tokens a block of the spine."""
     blocks_per_chunk: int = field(init=False)
-    """That a slot has room for: of the group with the smallest blocks."""
+    """That a slot has room for."""
     block_bytes: int = field(init=False)
     """Size of a physical block: its pages in all regions, on one rank."""
     rank_bytes: int = field(init=False)
@@ -89,10 +100,12 @@ class Geometry:
         assert min(self.num_ranks, self.replicas, tokens, *map(min, stages)) > 0
         assert self.num_ranks % self.replicas == 0
         assert all(self.chunk_tokens % group.block_tokens == 0 for group in self.groups)
+        assert not self.is_packed or len(self.regions) == 1
+        assert not self.hit_tokens or self.chunk_tokens % self.hit_tokens == 0
         assert spine.reach == "full" or (
             spine.reach == "window" and spine.reach_tokens >= self.chunk_tokens
         ), "the spine's chunks are whole"
-        blocks = self.chunk_tokens // min(group.block_tokens for group in self.groups)
+        blocks = _places(self.groups, self.chunk_tokens)
         block_bytes = sum(self.regions)
         rank_bytes = blocks * max(map(sum, stages))
         used = self.num_ranks // self.replicas * rank_bytes
@@ -121,15 +134,24 @@ class Geometry:
         """The regions that have a layer of this group: the first ones."""
         return range(len(self.groups[group].layers))
 
+    def room(self, group: int) -> int:
+        """How many blocks of a chunk a section of this group has, at most; 0: all that there
+        are."""
+        blocks = self.chunk_tokens // self.groups[group].block_tokens
+        return self.blocks_per_chunk if blocks > self.blocks_per_chunk else 0
+
     @property
     def order(self) -> list[int] | None:
         """Numbers that vLLM gives our groups, in our order; None if that is its own."""
         numbers = [group.number for group in self.groups]
-        return None if numbers == sorted(numbers) else numbers
+        is_own = numbers == sorted(numbers) and numbers[-1] < len(numbers)
+        return None if is_own else numbers
 
     @property
     def layer_names(self) -> dict[str, int]:
         """The region of each layer, of all groups."""
+        if self.is_packed:
+            return {name: 0 for group in self.groups for name in group.layers}
         return {name: i for group in self.groups for i, name in enumerate(group.layers)}
 
     @property
@@ -181,9 +203,26 @@ class Geometry:
             found["replicas"] = self.replicas
         if self.stages:
             found["stages"] = [list(stage) for stage in self.stages]
-        if len(self.groups) > 1 or self.has_window_alone:
+        if len(self.groups) > 1 or self.has_window_alone or self.is_packed or self.hit_tokens:
             found["groups"] = [asdict(group) for group in self.groups]
+        if any(self.room(group) for group in range(len(self.groups))):
+            found["places"] = self.blocks_per_chunk
         return found
+
+
+def _places(groups: Sequence[Group], chunk_tokens: int) -> int:
+    """How many blocks a slot has room for: those of the group with the smallest blocks, or a third
+    of them and less where the other groups, and the windows, do with that."""
+    blocks = [chunk_tokens // group.block_tokens for group in groups]
+    needed = blocks[:1]
+    for group, most in zip(groups[1:], blocks[1:], strict=True):
+        if group.reach == "window":  # an end may be anywhere in a block
+            needed.append(min(most, math.ceil((group.reach_tokens - 1) / group.block_tokens) + 1))
+        elif group.reach == "state":
+            needed.append(1)
+        else:
+            needed.append(most)
+    return max(needed) if 3 * max(needed) <= max(blocks) else max(blocks)
 
 
 def groups_text(groups: Sequence[Group]) -> str:

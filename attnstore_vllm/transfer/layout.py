@@ -77,6 +77,30 @@ def page_of(layer: str, layout: LayerLayout, page_bytes: int) -> LayerLayout:
     return replace(layout, run_offsets=(0,), run_bytes=page_bytes)
 
 
+def block_of(layer: str, kv: torch.Tensor, num_blocks: int, block_bytes: int) -> LayerLayout:
+    """The layout of whole physical blocks in which a layer's pages lie beside others': of
+    `block_bytes` each, from the first byte of the layer's storage on.
+
+    Raises: UnsupportedError unless the layer's page of each block is within it.
+    """
+    item, storage = kv.element_size(), kv.untyped_storage()
+    start = kv.data_ptr() - storage.data_ptr()
+    inside = zip(kv.shape[1:], kv.stride()[1:], strict=True)
+    end = start + item * (1 + sum((size - 1) * stride for size, stride in inside))
+    if (
+        kv.shape[0] != num_blocks
+        or kv.stride(0) * item != block_bytes
+        or end > block_bytes
+        or storage.nbytes() < num_blocks * block_bytes
+    ):
+        raise UnsupportedError(
+            f"layer {layer}: its KV tensor has shape {tuple(kv.shape)}, strides {kv.stride()} and "
+            f"begins at byte {start}, where vLLM's cache configuration says {num_blocks} blocks of "
+            f"{block_bytes} bytes; this layout is not known"
+        )
+    return LayerLayout(storage.data_ptr(), num_blocks, block_bytes, (0,), block_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Regions that follow each other and whose pages are cut alike."""

@@ -172,6 +172,7 @@ def plan_load(
     *,
     block_tokens: int,
     chunk_tokens: int,
+    places: int = 0,
 ) -> tuple[ChunkCopy, ...]:
     """The copies that fill a request's blocks of one group with the KV of its tokens [start, stop).
 
@@ -182,6 +183,7 @@ def plan_load(
         slots: (slot, first token, end token) of the chunks, in order, covering [start, stop).
         block_ids: the request's blocks from its token 0 on.
         start: a multiple of block_tokens, since vLLM's own hits end on a block.
+        places: see Geometry.room().
     """
     assert start % block_tokens == 0
     assert start < stop
@@ -191,10 +193,21 @@ def plan_load(
         assert first <= token < last, "the chunks do not follow each other"
         block, end = token // block_tokens, -(-(last if last < stop else stop) // block_tokens)
         within = token % chunk_tokens // block_tokens
-        copies.append(ChunkCopy(slot, within, blocks[block:end]))
+        if places:
+            copies += _in_places(slot, within, blocks[block:end], places)
+        else:
+            copies.append(ChunkCopy(slot, within, blocks[block:end]))
         token = end * block_tokens
     assert stop <= token <= len(blocks) * block_tokens, "the chunks or the blocks end before"
     return tuple(copies)
+
+
+def _in_places(slot: int, first: int, block_ids: tuple[int, ...], places: int) -> list[ChunkCopy]:
+    """The copies of a chunk's blocks from number `first` on, where a slot has fewer places."""
+    assert len(block_ids) <= places, "two blocks would have one place"
+    place = first % places
+    parts = ((place, block_ids[: places - place]), (0, block_ids[places - place :]))
+    return [ChunkCopy(slot, at, ids) for at, ids in parts if ids]
 
 
 def last_blocks_last(
@@ -226,6 +239,7 @@ def plan_save(
     *,
     block_tokens: int,
     hole: int = 0,
+    places: int = 0,
 ) -> tuple[ChunkCopy, ...]:
     """The copies that fill a chunk's slot from a request's blocks of one group.
 
@@ -233,11 +247,15 @@ def plan_save(
         position: the chunk's first token, a multiple of the chunk's size.
         num_tokens: how many tokens it has; the last block may be partly filled.
         hole: leading blocks of it that are not there (index/sections.py).
+        places: see Geometry.room().
     """
     first = position // block_tokens
     num_blocks = -(-num_tokens // block_tokens)
     assert len(block_ids) >= first + num_blocks
-    return (ChunkCopy(slot, hole, tuple(block_ids[first + hole : first + num_blocks])),)
+    copied = tuple(block_ids[first + hole : first + num_blocks])
+    if places:
+        return tuple(_in_places(slot, hole, copied, places))
+    return (ChunkCopy(slot, hole, copied),)
 
 
 def hole_of(

@@ -46,7 +46,7 @@ BYTES: Final = {
 }  # fmt: skip
 SERVED_ELSEWHERE: Final = {
     "latent": "where vLLM caches prefixes, which this CPU build does not; tested by bytes "
-    "(`tests/vllm/test_regions.py`)",
+    "(`tests/vllm/test_region_layouts.py`, `test_specs.py`)",
 }
 TRUNCATED: Final = {
     "full": "yes, if its K is rotated by a position times a constant",
@@ -60,10 +60,58 @@ NEEDED: Final = {
     "latent": "every token before its end",
 }  # fmt: skip
 
+BY_BYTES: Final = """\
+## By bytes: vLLM's CPU build runs no engine with these
+
+Of a few layers with the real models' sizes, vLLM's own functions make groups, tensors and views.
+What is saved comes back to other blocks byte for byte, in every layer (`tests/vllm/test_specs.py`).
+Where hits end, and what they need, is tried under vLLM's real scheduler and managers with a
+scripted model (`tests/vllm/test_specs_scheduled.py`).
+
+| family, or type of KV | groups as vLLM makes them | stored |
+|---|---|---|
+"""
+BYTES_ROWS: Final = (
+    (
+        "DeepSeek V4",
+        "one block for all: latents of 4 and 128 tokens with an indexer's keys; windows; states of "
+        "compressors",
+        "all. Hits end at vLLM's own multiples (256 tokens). A slot has 17 blocks: `chunk_tokens` "
+        "of 4096 fills them",
+    ),
+    (
+        "DeepSeek V4.1",
+        "latents of 1 and 2 tokens; windows that vLLM computes again; rings",
+        "the latents. Hits end at vLLM's own multiples",
+    ),
+    ("DeepSeek V3.2, GLM 5", "latents and an indexer's keys in one group", "all"),
+    (
+        "GLM 5.3",
+        "as these, with keys of pools of tokens; rings of the open pool",
+        "all but the rings. Hits end at vLLM's own multiples",
+    ),
+    ("Kimi K3's kind", "states of delta attention; latents", "all"),
+    ("MiniMax M3", "full attention and an indexer's keys in one group", "all"),
+    ("Nemotron-H: Mamba 2 beside attention", "states; full", "all, in the mode align"),
+    ("MLA with a window", "windows; latents", "all"),
+    ("R-SWA", "full, of which vLLM takes back generated tokens", "prompts"),
+    ("sinks in blocks", "full; vLLM 0.32 itself fails to make their manager", "all"),
+    ("nvfp4, TurboQuant; int8, int4 and fp8 per head", "as the model's", "all, with the scales"),
+)
+BY_BYTES_END: Final = """
+HiSparse, cross attention and states in other modes than align are idle, and the log names the
+property. Where a model has several groups each rank stores its own latents.
+"""
+
 
 def render(families: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_kinds(families), *_outcomes(families)]) + "\n"
+    return "\n".join([HEAD, *_kinds(families), *_by_bytes(), *_outcomes(families)]) + "\n"
+
+
+def _by_bytes() -> Iterator[str]:
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in BYTES_ROWS)
+    yield f"{BY_BYTES}{rows}\n{BY_BYTES_END}"
 
 
 def kinds_of(groups: list[str]) -> list[str]:

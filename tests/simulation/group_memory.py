@@ -57,6 +57,7 @@ MODELS = {
     "window and local": model(("window", 33, 16), ("local", 64, 16), spine_at=2),
     "window and state": model(("window", 24, 16), ("state", 0, 32), spine_at=1),
     "two states": model(("state", 0, 32), ("state", 0, 32), spine_at=2),
+    "short window": model(("window", 10, 4), spine_at=1),
     "full and window": model(("full", 0, 32), ("window", 48, 16)),
 }
 

@@ -23,9 +23,9 @@ from attnstore_lab.sim.simulated_store import SimulatedStore
 from attnstore_lab.testing.copy_streams import SteppedStream
 from attnstore_lab.testing.memory_engine import MemoryEngine
 from attnstore_lab.testing.small_store import SMALL
+from attnstore_vllm.connector.groups import needs_of
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.errors import CopyError, CorruptRecordError
-from attnstore_vllm.index.sections import Need, Reach
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.tiers.context import Harness
@@ -163,7 +163,7 @@ class GroupWorld:
             look_ahead=random.random() < 0.7, compute_if_sooner=random.random() < 0.3,
         )  # fmt: skip
         engine = EngineFacts(
-            needs=needs_of(self.groups), rows=rows, gives_blocks_away=not self.zeroes,
+            needs=needs_of(geometry), rows=rows, gives_blocks_away=not self.zeroes,
             step_tokens=self.budget, cuts_hits=self.cuts,
         )  # fmt: skip
         harness = Harness(clock=self._clock, threaded=False)
@@ -559,11 +559,3 @@ class GroupWorld:
         self.is_unsure |= not all(reset.succeeded for reset in resets)
         self.edition += 1
         self.counts["resets"] += 1
-
-
-def needs_of(groups: Sequence[Group]) -> tuple[Need, ...]:
-    return tuple(
-        Need(place, Reach(group.reach), group.reach_tokens, group.block_tokens)
-        for place, group in enumerate(groups)
-        if place
-    )

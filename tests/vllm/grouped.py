@@ -20,20 +20,25 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
-from attnstore_vllm.connector.groups import groups_of
+from attnstore_vllm.connector.groups import groups_of, hit_tokens_of, prompts_only
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from tests.vllm.scripted import Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, TOKEN_KV, Kv, Row, ScriptedWorker, _Run, in_layer
 
 PAGE_BYTES = BLOCK * TOKEN_KV
+SCRATCH = ("ring", "replayed")
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Kind:
     block: int = BLOCK
     ahead: int = 0
     """Its KV of a token is that of drafts: made of so many tokens behind it too."""
+    ratio: int = 1
+    """Tokens of one state."""
 
 
 def _spec(kind: Kind) -> Any:
@@ -54,6 +61,16 @@ def _spec(kind: Kind) -> Any:
         "head_size": PAGE_BYTES // kind.block // 2,
         "dtype": torch.uint8,
     }
+    latent = sizes | {"head_size": kind.ratio * PAGE_BYTES // kind.block}
+    if kind.reach == "compressed":
+        return MLAAttentionSpec(**latent, tokens_per_state=kind.ratio)
+    if kind.reach == "ring":
+        return CircularBufferSpec(**latent, head_size_v=0)
+    if kind.reach in ("latent window", "replayed"):
+        replayed = kind.reach == "replayed"
+        return SlidingWindowMLASpec(**latent, sliding_window=kind.tokens, bounded_replay=replayed)
+    if kind.reach == "prompt":
+        return RSWASpec(**sizes, rswa_window=kind.tokens)
     if kind.reach == "full":
         return FullAttentionSpec(**sizes)
     if kind.reach == "window":
@@ -91,6 +108,8 @@ class GroupedWorker(ScriptedWorker):
         """By the row's id and the layer: up to where drafts' KV was made in its last step."""
         self._made: dict[bytes, set[bytes]] = {}
         """By KV of a token: all that drafts have made of it and of known tokens behind it."""
+        self._began_at: dict[int, int] = {}
+        """By the row's id: the first token that it has computed since it has its blocks."""
         self._state_at: dict[tuple[int, int], tuple[Row, int]] = {}
         """By the row's id and the group: the block in which a request's state was at last."""
 
@@ -103,6 +122,8 @@ class GroupedWorker(ScriptedWorker):
                 hbm[copy.dst_block_id] = hbm[copy.src_block_id]
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             row, start = self._rows[request_id], starts[request_id]
+            if not row.kv:
+                self._began_at[id(row)] = start
             for group, kind in enumerate(self.kinds):
                 if kind.reach == "state":
                     self._move_state(row, group, start, start + num_scheduled)
@@ -123,16 +144,20 @@ class GroupedWorker(ScriptedWorker):
     def _compute(self, layer: int, runs: list[_Run], *, replays: bool) -> None:
         """The layers of one group after those of another, in the order of the names."""
         name = self.names[layer]
-        group = next(i for i, g in enumerate(self.side_groups) if name in g.layers)
-        region = self.side_groups[group].layers.index(name)
+        side = next(group for group in self.side_groups if name in group.layers)
+        group, region = side.number, side.layers.index(name)
         kind, hbm = self.kinds[group], self.hbm[region]
         self.between()
         if not replays and kind.reach != "state":
             self.side.wait_for_layer(name)
         for run in runs:
             named = self.first_layer + layer_of(group, region)
-            look = self._see_state if kind.reach == "state" else self._see_tokens
+            look = self._looks.get(kind.reach, self._see_tokens)
             look = self._see_drafts if kind.ahead else look
+            for number, scratch in enumerate(self.kinds):
+                if scratch.reach in SCRATCH and group == self.side_groups[0].number:
+                    look_at = self._looks[scratch.reach]
+                    look_at(run, scratch, run.row.tables[number], hbm, named)
             look(run, kind, run.row.tables[group], hbm, named)
         self.between()
         if not replays and kind.reach != "state":
@@ -157,6 +182,74 @@ class GroupedWorker(ScriptedWorker):
             f"wrong KV at position {first + int(wrong.argmax())} of {start} computed tokens, "
             f"{kind}, layer {layer}"
         )
+
+    @property
+    def _looks(self) -> dict[str, Any]:
+        return {
+            "state": self._see_state,
+            "compressed": self._see_compressed,
+            "ring": self._see_ring,
+            "replayed": self._see_replayed,
+            "prompt": self._see_prompt,
+        }
+
+    def _see_compressed(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
+        """Write the states of the groups of tokens that are complete now, and look at all."""
+        ratio, block = kind.ratio, kind.block
+        width = ratio * PAGE_BYTES // block
+        assert width <= TOKEN_KV
+        states = hbm.reshape(len(hbm), block // ratio, width)
+        known = run.kv + run.written
+        stop = len(known) // ratio
+        if not stop:
+            return
+        wanted = in_layer([known[(s + 1) * ratio - 1] for s in range(stop)], layer)[:, :width]
+        for s in range(run.start // ratio, stop):
+            states[table[s * ratio // block], s % (block // ratio)] = wanted[s]
+        ids = np.array(table[: -(-stop * ratio // block)])
+        assert ids.all()
+        found = states[ids].reshape(-1, width)[:stop]
+        wrong = (found != wanted).any(axis=1)
+        assert not wrong.any(), f"wrong state of tokens from {ratio * int(wrong.argmax())} on"
+
+    def _see_ring(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
+        """The tokens that are not in a state yet, of this request alone."""
+        (block_id,) = table
+        ratio = next(kind.ratio for kind in self.kinds if kind.reach == "compressed")
+        known = in_layer(run.kv + run.written, layer)
+        ring = hbm.reshape(len(hbm), kind.block, -1)[block_id, :, :TOKEN_KV]
+        for at in range(run.start // ratio * ratio, run.start):
+            assert (ring[at % kind.block] == known[at]).all(), f"token {at} is not in the ring"
+        for at in range(max(run.start, len(known) - kind.block), len(known)):
+            ring[at % kind.block] = known[at]
+
+    def _see_replayed(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
+        """As a window of tokens that the request has computed itself."""
+        width = PAGE_BYTES // kind.block
+        pages = hbm.reshape(len(hbm), kind.block, width)
+        known = in_layer(run.kv + run.written, layer)[:, :width]
+        for at in range(run.start, len(known)):
+            pages[table[at // kind.block], at % kind.block] = known[at]
+        first = max(first_seen(kind, run.start), self._began_at[id(run.row)])
+        for at in range(first, run.start):
+            found = pages[table[at // kind.block], at % kind.block]
+            assert (found == known[at]).all(), f"wrong KV of token {at} in a window"
+
+    def _see_prompt(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
+        """The prompt, and a window of what was generated."""
+        new = self._news[run.row.name]
+        assert new.prompt_token_ids is not None
+        prompt_end, width = len(new.prompt_token_ids), PAGE_BYTES // kind.block
+        pages = hbm.reshape(len(hbm), kind.block, width)
+        known = in_layer(run.kv + run.written, layer)[:, :width]
+        for at in range(run.start, len(known)):
+            pages[table[at // kind.block], at % kind.block] = known[at]
+        window = max(prompt_end, first_seen(kind, run.start))
+        seen = np.r_[: min(prompt_end, run.start), window : max(window, run.start)]
+        ids = np.array(table)[seen // kind.block]
+        assert ids.all(), "no block for a token that is seen"
+        wrong = (pages[ids, seen % kind.block] != known[seen]).any(axis=1)
+        assert not wrong.any(), f"wrong KV of token {seen[wrong.argmax()]}"
 
     def _see_drafts(self, run: _Run, kind: Kind, table: list[int], hbm: Kv, layer: int) -> None:
         """Several layers one after the other: the last tokens before this step were made of
@@ -198,7 +291,7 @@ class GroupedWorker(ScriptedWorker):
 
 def first_seen(kind: Kind, position: int) -> int:
     """The first token that the one at `position` sees."""
-    if kind.reach == "window":
+    if kind.reach in ("window", "latent window", "replayed", "prompt"):
         return max(0, position - kind.tokens + 1)
     if kind.reach == "local":
         return position // kind.tokens * kind.tokens
@@ -239,7 +332,15 @@ class GroupedEngine(ScriptedEngine):
         ]
         cache = KVCacheConfig(num_blocks, tensors, groups)
         regions = limits.layers * (PAGE_BYTES,)
-        return cache, Geometry(num_ranks, regions, self._our_groups(cache), limits.chunk_tokens)
+        shape = Geometry(
+            num_ranks,
+            regions,
+            self._our_groups(cache),
+            limits.chunk_tokens,
+            hit_tokens=hit_tokens_of(cache),
+            prompts_only=prompts_only(cache),
+        )
+        return cache, shape
 
     def _our_groups(self, cache: KVCacheConfig) -> tuple[Group, ...]:
         return groups_of(cache)

@@ -162,7 +162,8 @@ class ScriptedEngine:
 
     def _block_sizes(self, cache: KVCacheConfig, config: VllmConfig) -> tuple[int, int]:
         """Tokens of the scheduler's blocks, and of those that are named."""
-        return math.lcm(*(g.kv_cache_spec.block_size for g in cache.kv_cache_groups)), BLOCK
+        blocks = (group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+        return math.lcm(*blocks), _hash_block(cache)
 
     @property
     def ours(self) -> Any:
@@ -263,6 +264,13 @@ def feature_of(picture: Picture, name: str) -> MultiModalFeatureSpec:
     """As it comes to the scheduler."""
     place = PlaceholderRange(picture.offset, picture.length)
     return MultiModalFeatureSpec(seen(picture.content), "image", name, place, picture.content)
+
+
+def _hash_block(cache: KVCacheConfig) -> int:
+    """Tokens of vLLM's names of blocks: a block's, where there is one group."""
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    blocks = [spec.block_size for spec in specs if spec.prefix_cacheable]
+    return blocks[0] if len(specs) == 1 else math.gcd(BLOCK, *blocks)
 
 
 def _digest(value: Any) -> bytes:

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.connector import connector as connector_module
 from attnstore_vllm.connector.connector import AttnStoreConnector
-from attnstore_vllm.connector.support import KV_TYPES, reason_of_layers, reason_to_idle
+from attnstore_vllm.connector.support import CPU_KV_TYPES, reason_of_layers, reason_to_idle
 from attnstore_vllm.errors import MachineError
 from attnstore_vllm.scheduler.reset_watch import ResetWatch
 from tests.vllm.engine import Answer, Engine, EngineSpec, store_settings
@@ -166,7 +166,6 @@ MANAGER = "--disable-hybrid-kv-cache-manager"
         (groups(), "it keeps no KV", False),
         (groups(LOCAL, LOCAL), "no group of its layers keeps KV of all tokens", False),
         (groups(FULL, replace(WINDOW, num_kv_heads=4)), "pages of its groups have", False),
-        (groups(replace(MLA, tokens_per_state=4)), "one state for several tokens", False),
         (groups(replace(FULL, non_causal=True)), "both directions", False),
         (groups(FULL, size=BLOCKS), "KV tensors have 8 bytes", False),
     ],
@@ -177,7 +176,9 @@ def test_reasons_of_groups(config: Any, kv: KVCacheConfig, reason: str, helps: b
     assert (MANAGER in found) is helps
 
 
-@pytest.mark.parametrize("spec", [MLA, replace(FULL, page_size_padded=8192), WINDOW])
+@pytest.mark.parametrize(
+    "spec", [MLA, replace(MLA, tokens_per_state=4), replace(FULL, page_size_padded=8192), WINDOW]
+)
 def test_specs_that_are_served(config: Any, spec: Any) -> None:
     assert reason_to_idle(config, groups(spec)) is None
 
@@ -186,8 +187,8 @@ def test_what_only_a_worker_sees() -> None:
     """vLLM shows the scheduler one layer's spec, and the workers all of them."""
     other = replace(WIDE, non_causal=True)
     several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"g0l0": FULL, "g0l1": other})
-    assert reason_of_layers(groups(FULL)) is None
-    assert "both directions" in str(reason_of_layers(groups(several, size=1)))
+    assert reason_of_layers(groups(FULL), 0) is None
+    assert "both directions" in str(reason_of_layers(groups(several, size=1), 0))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,7 @@ def test_what_only_a_worker_sees() -> None:
         *[("cache_config", "cache_dtype", kind, "--kv-cache-dtype") for kind in
           ("turboquant_k8v4", "int8_per_token_head", "fp8_per_token_head", "nvfp4")],
         ("cache_config", "calculate_kv_scales", True, "--calculate-kv-scales"),
+        ("cache_config", "use_replayssm", True, "beside its block"),
         ("aux_output_config", "enable_return_routed_experts", True, "routed experts"),
         ("", "diffusion_config", object(), "diffusion"),
         ("", "engram_config", object(), "engram"),
@@ -230,7 +232,7 @@ def test_latents_want_prefix_caching(config: Any) -> None:
     assert "prefix caching is off" in str(reason_to_idle(served, groups(MLA)))
 
 
-@pytest.mark.parametrize("kind", KV_TYPES)
+@pytest.mark.parametrize("kind", CPU_KV_TYPES)
 def test_types_that_are_served(config: Any, kind: str) -> None:
     served = copy.copy(config)
     served.cache_config = replace(config.cache_config, cache_dtype=kind)

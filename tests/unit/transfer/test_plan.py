@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.transfer.geometry import Geometry, round_chunk_tokens
+from attnstore_vllm.transfer.geometry import Geometry, Group, round_chunk_tokens
 from attnstore_vllm.transfer.plan import (
     ChunkCopy,
     TransferPlan,
@@ -157,3 +159,37 @@ def test_a_hole_is_at_the_front_alone(blocks: list[int], hole: int | None) -> No
 def test_a_save_with_a_hole_leaves_its_blocks_out() -> None:
     saved = plan_save(5, [1, 2, 3, 0, 8, 9], 12, 12, block_tokens=BLOCK_TOKENS, hole=1)
     assert saved == (ChunkCopy(5, 1, (8, 9)),)
+
+
+def short_windows() -> Geometry:
+    """A spine with one block a chunk, and a window of 8 tokens in blocks of 4."""
+    groups = (Group(64, ("a",)), Group(4, ("b",), 1, "window", 8))
+    return Geometry(1, (128,), groups, 64)
+
+
+def test_a_slot_has_room_for_what_a_hit_reads() -> None:
+    shape = short_windows()
+    assert shape.blocks_per_chunk == 3, "7 tokens lie in 3 blocks at most"
+    assert [shape.room(group) for group in range(2)] == [0, 3]
+    assert shape.facts()["places"] == 3
+    beside = replace(shape, groups=(Group(16, ("a",)), Group(4, ("b",), 1, "window", 33)))
+    assert beside.blocks_per_chunk == 16, "9 blocks would not be a third of it"
+    assert beside.room(1) == 0 and "places" not in beside.facts()
+
+
+@given(st.data())
+def test_blocks_of_a_short_window_have_places_of_their_own(data: st.DataObject) -> None:
+    """Whatever end a section has: a load of any of its blocks reads where they were saved."""
+    stop = data.draw(st.integers(1, 64))
+    blocks = -(-stop // 4)
+    hole = data.draw(st.integers(max(0, blocks - 3), blocks - 1))
+    first = data.draw(st.integers(hole, blocks - 1))
+    ids = [0] * hole + list(range(10 + hole, 10 + blocks))
+    sizes = {"block_tokens": 4, "places": 3}
+    saved = pages(plan_save(5, ids, 0, stop, hole=hole, **sizes)).tolist()
+    assert sorted({place for _, place, _ in saved}) == sorted(place for _, place, _ in saved)
+    assert all(place < 3 for _, place, _ in saved)
+    where = {block: place for _, place, block in saved}
+    loaded = plan_load([(5, 4 * first, stop)], ids, 4 * first, stop, chunk_tokens=64, **sizes)
+    found = {block: place for _, place, block in pages(loaded).tolist()}
+    assert found == {block: where[block] for block in ids[first:]}
