@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from attnstore_vllm.connector.groups import one_spec
+from attnstore_vllm.connector.specs import one_spec
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.rank import part_text
 from attnstore_vllm.index.sections import Reach

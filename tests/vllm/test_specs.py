@@ -275,6 +275,8 @@ def plans(
     for group, (ids, back) in enumerate(zip(tables, others, strict=True)):
         of_group = shape.groups[group]
         size, hole = of_group.block_tokens, ids.count(0)
+        saved: tuple[ChunkCopy, ...]
+        loaded: tuple[ChunkCopy, ...]
         if of_group.reach == "state":
             saved, loaded = (ChunkCopy(group, 0, (ids[-1],)),), (ChunkCopy(group, 0, (back[-1],)),)
         else:
