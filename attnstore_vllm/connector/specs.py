@@ -229,13 +229,18 @@ def _manager_of(spec: Any) -> type:
 
 
 def _ways() -> Sequence[tuple[Reach, type]]:
-    from vllm.v1.core import single_type_kv_cache_manager as managers  # noqa: PLC0415
+    from vllm.v1.core.single_type_kv_cache_manager import (  # noqa: PLC0415
+        ChunkedLocalAttentionManager,
+        FullAttentionManager,
+        MambaManager,
+        SlidingWindowManager,
+    )
 
     return (
-        (Reach.FULL, managers.FullAttentionManager),
-        (Reach.WINDOW, managers.SlidingWindowManager),
-        (Reach.LOCAL, managers.ChunkedLocalAttentionManager),
-        (Reach.STATE, managers.MambaManager),
+        (Reach.FULL, FullAttentionManager),
+        (Reach.WINDOW, SlidingWindowManager),
+        (Reach.LOCAL, ChunkedLocalAttentionManager),
+        (Reach.STATE, MambaManager),
     )
 
 

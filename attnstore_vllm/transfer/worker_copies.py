@@ -47,7 +47,7 @@ class _Load:
     layers: list[StreamEvent] = field(default_factory=list)
     """One a layer, in the order in which they come; all of them once the step is over."""
     rest: Pages | None = None
-    """What each layer still to be given copies, after `mark`."""
+    """Copies of each layer that is still to be given, after `mark`."""
     mark: StreamEvent | None = None
     first: StreamEvent | None = None
     """The end of copies of partly filled blocks: all their layers come before everything else."""
