@@ -158,7 +158,8 @@ class Residency:
             run = visit.own if is_own else visit.used_run(piece.start // size, chunk.run)
             if chunk.refused_by and chunk.copied_for is not run:  # worth another look
                 return False
-            if chunk.run is not run and not piece.has_end(grain):
+            is_of = chunk.run is run or piece.first is not None  # moved: of its own conversation
+            if not is_of and not piece.has_end(grain):
                 return False
         return True
 
