@@ -32,6 +32,7 @@ class _Tiers(Residency):
         self.nvme.open(0, SLOTS)
         shared = self.behind[1]
         assert isinstance(shared, SharedTier)
+        shared.clock = lambda: 0.0
         self.shared = shared
 
     def save(self, num_tokens: int, number: int = 1) -> Chunk:
