@@ -221,7 +221,6 @@ def test_faults_of_shorter_parts_are_seen(
         (holes_have_no_name, "local"),
         (holes_are_too_short, "window"),
         (windows_are_too_short, "window and local"),
-        (states_of_other_lengths, "state"),
         (states_of_other_lengths, "window and state"),
         (states_of_early_ends, "state of a chunk"),
         (states_come_late, "state"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks.gpu_e2e on the CPU build. CI runs its case `eager` by itself (.ci/run)."""
+"""benchmarks.gpu_e2e on the CPU build: for long runs, and before a GPU is used."""
 
 from __future__ import annotations
 
