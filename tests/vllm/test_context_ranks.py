@@ -9,6 +9,7 @@ had, token by token; wherever a hit ends; and no other spread of tokens finds it
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -174,12 +175,11 @@ def answer_again(
     engine = ContextEngine(
         model, store, ranks, seed=2, settings=BY_ONE, swapped=swapped, hides=hides
     )
-    wait_until_quiet(engine.ours)  # it has read what is there
-    engine.add("again", max(prompts, key=len), 2)
-    settle(engine)
-    loaded = engine.loaded
-    engine.close()
-    return loaded
+    with closing(engine):
+        wait_until_quiet(engine.ours)  # it has read what is there
+        engine.add("again", max(prompts, key=len), 2)
+        settle(engine)
+        return engine.loaded
 
 
 @pytest.mark.parametrize(("ranks", "swapped"), FAULTS)
