@@ -207,17 +207,23 @@ class StepWorld:
         blocks = self.tables.pop(request.request_id, [])
         return self.side.request_finished(request, (blocks,) * self.num_groups)[1]
 
-    def serve(self, request: Any) -> None:
-        """From its coming to its end."""
-        self.come(request)
-        found = self.ask(request)
+    def answer(self, request: Any, local: int = 0) -> int:
+        """How many tokens it is offered, once that is known."""
+        found = self.ask(request, local)
         while found is None:
             self.end_step()
-            found = self.ask(request)
+            found = self.ask(request, local)
+        return found
+
+    def serve(self, request: Any) -> int:
+        """From its coming to its end. Returns how many tokens of it the store had."""
+        self.come(request)
+        found = self.answer(request)
         self.start(request, found)
         self.end_step(request)
         self.finish(request)
         self.end_step()
+        return found
 
     def put_off(self, what: str) -> int:
         """Since it was asked last, and counted by the metric."""

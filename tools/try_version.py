@@ -163,7 +163,11 @@ def _row(version: str, found: dict[str, Any]) -> str:
     if "hit" in found:
         name, state = f"{version}, CPU build", f"one hit of {found['hit']:,} tokens, bit-equal"
         how = f"python3 tools/try_version.py {version}"
-    elif "names" in found:
+    elif "passed" in found:  # a CPU build; its sources may have been looked at as well
+        name, total = f"{version}, CPU build", found["passed"] + found["failed"]
+        state = f"of {total} tests of the suite's core {found['passed']} pass"
+        how = f"python3 tools/try_version.py --core {version}"
+    else:
         name = f"{version}, CUDA build"
         names, hooks = found["names"], found["hooks"]
         state = f"no model was run; its sources have all {names} names and {hooks} hooks"
@@ -176,10 +180,6 @@ def _row(version: str, found: dict[str, Any]) -> str:
                 f"of {total} tests with its scheduler {passed} pass "
                 f"(`python3 tools/try_scheduler.py {version}`). {state.capitalize()}"
             )
-    else:
-        name, total = f"{version}, CPU build", found["passed"] + found["failed"]
-        state = f"of {total} tests of the suite's core {found['passed']} pass"
-        how = f"python3 tools/try_version.py --core {version}"
     return f"| {name} | {state} (`{how}`) |\n"
 
 

@@ -2,7 +2,7 @@
 """Checks of what the store can serve: which version, which interface, which models and shapes.
 
 A model that the store cannot serve runs as without it, with one warning: the model is what the
-user came for. A way of starting vLLM that it cannot serve (context parallelism and such) is
+user came for. A way of starting vLLM that it cannot serve (one engine over several machines) is
 refused: that is the user's to change.
 """
 

@@ -7,8 +7,6 @@ vLLM asks as often as it has a place for the request and no blocks. Costs decide
 waits for its KV, loads it or computes it: by how long vLLM's steps take and by what the store says
 of its disk (policy/cost.py). Waits keeps the requests that wait from being looked at more often
 than a step can afford. Held chunks are let go when vLLM plans a step without having taken them.
-
-It is long since what is offered and what of it is taken must be the same thing.
 """
 
 from __future__ import annotations
@@ -267,7 +265,7 @@ class Offers:
             return 0
         # For a load in a step that computes, vLLM takes no word that it has failed (_fail()).
         if self._needs and self._cuts_hits:
-            return self._geometry.num_layers
+            return self._geometry.most_layers
         # vLLM copies states before it begins a step's loads. And for a load in a request's first
         # step vLLM 0.32 counts one block of each recurrent group too few, and may stop for it.
         if any(need.reach is Reach.STATE for need in self._needs.values()):

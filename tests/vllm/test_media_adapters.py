@@ -109,7 +109,7 @@ def start(models: Path, tmp_path: Path) -> Iterator[Any]:
 
 def ask(engine: ScriptedEngine, uuid: str, lora: LoRARequest | None) -> int:
     """Ask what a cat does; how many tokens came from the store. The worker looks at all of them:
-    what it computed it says is right, from whatever its encoder has."""
+    what it computed it says is right, from what its encoder has."""
     before = engine.worker.loaded_tokens
     tokens = [*prompt("you see:", 40), *[VOCAB - 1] * 40, *prompt("what?", 60)]
     picture = Picture("cat", 40, 40)

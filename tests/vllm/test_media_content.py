@@ -295,7 +295,7 @@ def test_where_no_media_are_read_names_stay_as_they_are() -> None:
 
 
 def test_an_alias_is_no_name_that_a_client_may_give() -> None:
-    """KV events tell it to routers. It is that of the dog, whoever gives it first."""
+    """KV events tell it to routers. It stays the dog's where a client gives it first."""
     names = MediaNames(read_media)
     cat, dog = item(x=GRID), item(x=GRID + 1)
 

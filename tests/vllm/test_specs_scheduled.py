@@ -34,7 +34,7 @@ class Case:
 
 
 SLOTS = 300
-"""Of 4 KiB, whatever a chunk has."""
+"""Of 4 KiB, at each size of chunks."""
 RING = Kind("ring", block=8)
 LATENT = Kind("compressed", block=64, ratio=4)
 CASES = [

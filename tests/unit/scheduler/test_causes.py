@@ -134,11 +134,7 @@ def served(world: StepWorld, request: Any) -> Any:
 
 
 def run(world: StepWorld, request: Any, local: int = 0) -> None:
-    found = world.ask(request, local)
-    while found is None:
-        world.end_step()
-        found = world.ask(request, local)
-    world.start(request, found)
+    world.start(request, world.answer(request, local))
     request.num_computed_tokens += local
     world.end_step(request)
 

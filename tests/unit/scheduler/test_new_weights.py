@@ -59,17 +59,7 @@ class World(StepWorld):
 
     def found(self, name: str, tokens: list[int] | None = None) -> int:
         """Serve a prompt: the tokens of it that the store had."""
-        request = self.request(name, tokens or PROMPT)
-        self.come(request)
-        found = self.ask(request)
-        while found is None:
-            self.end_step()
-            found = self.ask(request)
-        self.start(request, found)
-        self.end_step(request)
-        self.finish(request)
-        self.end_step()
-        return found
+        return self.serve(self.request(name, tokens or PROMPT))
 
 
 @pytest.fixture

@@ -30,10 +30,7 @@ def found_of(world: StepWorld, local: int = 0) -> int:
     world.rig.put_all(sequence_of(tokens_of(1, LENGTH)))
     request = world.request("one", tokens_of(1, LENGTH))
     world.come(request)
-    found = world.ask(request, local)
-    while found is None:
-        world.end_step()
-        found = world.ask(request, local)
+    found = world.answer(request, local)
     world.close()
     return found
 

@@ -179,7 +179,7 @@ def test_a_slot_has_room_for_what_a_hit_reads() -> None:
 
 @given(st.data())
 def test_blocks_of_a_short_window_have_places_of_their_own(data: st.DataObject) -> None:
-    """Whatever end a section has: a load of any of its blocks reads where they were saved."""
+    """A load of any of a section's blocks reads where they were saved, at each end of it."""
     stop = data.draw(st.integers(1, 64))
     blocks = -(-stop // 4)
     hole = data.draw(st.integers(max(0, blocks - 3), blocks - 1))

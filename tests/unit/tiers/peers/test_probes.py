@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sibling that was asked no more is tried again, whatever became of the try before."""
+"""A sibling that was asked no more is tried again, also if the try before had no answer."""
 
 from __future__ import annotations
 
