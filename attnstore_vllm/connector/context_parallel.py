@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from attnstore_vllm.connector.groups import hit_tokens_of
 from attnstore_vllm.connector.specs import one_spec
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.rank import part_text
@@ -61,6 +62,11 @@ def over_ranks(
     dcp, _ = sizes_of(vllm_config)
     if dcp == 1:
         return tuple(groups)
+    if hit_tokens_of(kv_cache_config):
+        raise UnsupportedError(
+            f"its hits end where its blocks do, and {dcp} ranks share the tokens of a block "
+            "(--decode-context-parallel-size): where they end then is not known"
+        )
     found = []
     for group in groups:
         spec: Any = one_spec(kv_cache_config.kv_cache_groups[group.number])

@@ -84,7 +84,7 @@ def packed_bytes(kv_cache_config: KVCacheConfig) -> int:
     if len(kv_cache_config.kv_cache_groups) < 2 or not placed:
         return 0
     strides = {tensor.block_stride for tensor in tensors}
-    if len(strides) > 1 or len({tensor.layer_stride for tensor in tensors}) == 1:
+    if len(strides) != 1 or len({tensor.layer_stride for tensor in tensors}) == 1:
         return 0
     (block_bytes,) = strides
     are_inside = all(

@@ -295,6 +295,14 @@ def test_blocks_have_as_many_tokens_as_vllm_says(specs: tuple[Any, ...], decode:
     assert [g.layers for g in found] == [g.layers for g in known]
 
 
+def test_compressed_states_whose_tokens_are_spread_are_not_served() -> None:
+    """A hit would end where vLLM's own does not, with a part of a state."""
+    cache = groups(dataclasses.replace(MLA, tokens_per_state=4))
+    with pytest.raises(UnsupportedError, match="hits end where its blocks do"):
+        context_parallel.over_ranks(groups_of(cache), cache, config_of(Ranks(2, 2)))
+    assert context_parallel.over_ranks(groups_of(cache), cache, config_of(Ranks(2, 1)))
+
+
 def test_a_window_whose_tokens_are_spread_is_not_served() -> None:
     cache = groups(FULL, WINDOW)
     with pytest.raises(UnsupportedError, match=r"SlidingWindowSpec lie on 2 ranks \(dcp_sharded\)"):
