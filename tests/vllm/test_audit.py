@@ -94,6 +94,7 @@ def rounds(engine: Engine) -> tuple[dict[str, int], float, int]:
     return found, max(recording.distances, default=0.0), len(recording.distances)
 
 
+@pytest.mark.long
 def test_rounding_is_no_fault(engine: EngineHost) -> None:
     found, largest, _ = engine.call(rounds)
     assert found["differed"] == 0 and found["agreed"] > 50

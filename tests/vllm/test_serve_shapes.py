@@ -101,6 +101,6 @@ def test_several_nodes_are_refused(models: Path, tmp_path: Path) -> None:
     transfer = serving.in_yaml(tmp_path / "a.yaml", serving.settings(tmp_path / "store"))
     arguments = (FLAG, transfer, "--nnodes", "2")
     printed = serving.refused(model, tmp_path / "log", *arguments, cores="0|1")
-    assert "--nnodes is 2; AttnStore supports 1" in printed
-    assert "--tensor-parallel-size or --pipeline-parallel-size" in printed
+    assert "--nnodes is 2, and one engine would be spread over several machines" in printed
+    assert "--data-parallel-size" in printed
     serving.assert_no_region()
