@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from attnstore_vllm.index.sections import Need
+from attnstore_vllm.policy.kv_compare import Comparison
 
 
 def _never(_: Collection[int]) -> bool:
@@ -62,6 +63,8 @@ class EngineFacts:
     """vLLM has one, which is reset when weights are updated."""
     serves_adapters: bool = True
     """Requests with a LoRA adapter use and leave KV as others do."""
+    comparison: Comparison | None = None
+    """How stored KV is compared with what is computed once more; None: nothing is audited."""
 
     # ---- for people
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import vllm.envs
 
 from attnstore_vllm.config.audit import AuditConfig
-from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.rank import KvPage, RankDescription
 from attnstore_vllm.policy.kv_compare import NUMBER_BYTES, Comparison, Numbers, Unit
@@ -45,13 +44,17 @@ def comparison_of(
     config: AuditConfig | None,
     geometry: Geometry,
     ranks: Sequence[RankDescription],
-    engine: EngineFacts,
+    ahead: int,
 ) -> Comparison | None:
-    """None: nothing is audited. Says so where it was to be."""
+    """None: nothing is audited. Says so where it was to be.
+
+    Args:
+        ahead: see EngineFacts.
+    """
     if config is None:
         return None
     try:
-        found = _comparison(geometry, ranks, engine)
+        found = _comparison(geometry, ranks, ahead)
     except UnsupportedError as error:
         logger.warning("AttnStore audits nothing of this model (audit), since %s", error)
         return None
@@ -64,15 +67,13 @@ def comparison_of(
     return found
 
 
-def _comparison(
-    geometry: Geometry, ranks: Sequence[RankDescription], engine: EngineFacts
-) -> Comparison:
+def _comparison(geometry: Geometry, ranks: Sequence[RankDescription], ahead: int) -> Comparison:
     """Raises UnsupportedError."""
     if len(geometry.groups) > 1 or geometry.has_window_alone:
         raise UnsupportedError("it has KV cache groups beside one of all tokens")
     if geometry.stages:
         raise UnsupportedError("its layers are spread over pipeline stages")
-    if engine.ahead:
+    if ahead:
         raise UnsupportedError("its drafts decide KV of tokens before them")
     if computes_alike(ranks[0].kv.device):
         return Comparison(units_of(geometry), None)

@@ -24,7 +24,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
-from attnstore_vllm.connector.audit_facts import check_not_stopped, comparison_of, computes_alike
+from attnstore_vllm.connector.audit_facts import check_not_stopped, computes_alike
 from attnstore_vllm.connector.context_parallel import (
     num_ranks_of,
     over_ranks,
@@ -339,10 +339,9 @@ def _scheduler(
     codec = _codec(config, geometry, ranks)
     slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
     info = own_version(), vllm.__version__, disk, config.eviction
-    engine = facts_of(vllm_config, kv_cache_config, geometry, ranks, info)
+    engine = facts_of(vllm_config, kv_cache_config, geometry, ranks, config.audit, info)
     asks_remote = strategy_for(engine.needs).asks_remote
     tiers = _remote_tiers(config, geometry, namespace, pool, asks=asks_remote)
-    comparison = comparison_of(config.audit, geometry, ranks, engine)
     store = Store(
         pool,
         slab,
@@ -352,7 +351,6 @@ def _scheduler(
         codec=codec,
         more_tiers=tiers,
         teller=teller,
-        comparison=comparison,
     )
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.connector.audit_facts import comparison_of
 from attnstore_vllm.connector.groups import needs_of
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.identity.drafts import drafts_of, tokens_ahead
@@ -25,12 +27,14 @@ def facts_of(
     kv_cache_config: KVCacheConfig,
     geometry: Geometry,
     ranks: Sequence[RankDescription],
+    audit: AuditConfig | None,
     info: tuple[str, ...],
 ) -> EngineFacts:
     """The facts of this engine.
 
     Args:
         ranks: what each has said of itself.
+        audit: the setting; None: off.
         info: see EngineFacts.
     """
     rows = [rank.rows for rank in ranks]
@@ -39,11 +43,12 @@ def facts_of(
     # vLLM writes zeros to blocks that change hands, before any hook of ours.
     zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
     cuts = _cuts_hits(kv_cache_config)
+    ahead = tokens_ahead(vllm_config)
     why_not_cut = "vLLM may take a part of what is moved" if cuts else None
     scheduler = vllm_config.scheduler_config
     return EngineFacts(
         needs=needs,
-        ahead=tokens_ahead(vllm_config),
+        ahead=ahead,
         hit_tokens=geometry.hit_tokens,
         why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), why_not_cut),
         step_tokens=scheduler.max_num_batched_tokens,
@@ -60,6 +65,7 @@ def facts_of(
         loads_in_parts=_computes_again(vllm_config) and are_alone,
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),
+        comparison=comparison_of(audit, geometry, ranks, ahead),
         info=info,
     )
 

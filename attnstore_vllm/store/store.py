@@ -34,7 +34,6 @@ from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
-from attnstore_vllm.policy.kv_compare import Comparison
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import (
@@ -73,7 +72,6 @@ class Store:
         codec: of the file's records, if it has to know the model.
         more_tiers: behind NVMe, nearest first.
         teller: makes KV events, where routers want to know what the tiers have.
-        comparison: of stored KV with what is computed once more; None: nothing is audited.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class Store:
         codec: Codec | None = None,
         more_tiers: Sequence[MakeTier] = (),
         teller: Teller | None = None,
-        comparison: Comparison | None = None,
         harness: Harness = NO_HARNESS,
     ) -> None:
         nvme, pinning, clock = config.nvme, config.pinning, harness.clock
@@ -136,9 +133,10 @@ class Store:
         pairs = zip(more_tiers, self.residency.behind[1:], strict=True)
         more = [make.io(context, tier) for make, tier in pairs]
         learn = partial(learn_from, context, self._estimator, self._curve)
-        self.audit = auditor_of(context, [disk, *more], comparison, config, slab.shape.namespace)
+        tiers, namespace = [disk, *more], slab.shape.namespace
+        self.audit = auditor_of(context, tiers, engine.comparison, config, namespace)
         self.thread = StoreThread(
-            context, [disk, *more], self.audit, daily_writes=nvme.daily_writes_bytes, learn=learn
+            context, tiers, self.audit, daily_writes=nvme.daily_writes_bytes, learn=learn
         )
         make = strategy_for(engine.needs)
         self.strategy = make(context, self.thread.tiers, engine.needs, engine.ahead)
