@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the audit costs: throughput and TTFT of hits with it, over without.
+
+    python -m benchmarks.audit_cost [--model small|medium] [--rounds N] [--rate 1/1000] [--json]
+
+Two real servers with a store each, binding the same processors, one with `audit` and one without;
+only one is asked at a time, in turn, each first in every other round. Each round asks for the same
+prompts, more than HBM has room for: all are hits in DRAM, and what was drawn is computed. How many
+were drawn is told: at 1/1000 a short run may have drawn none, and then shows only that nothing
+else costs. With a higher --rate the cost of a draw itself is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tqdm import tqdm
+
+from attnstore_lab.bench.environment import machine
+from attnstore_lab.testing.tiny_model import make_model
+from attnstore_vllm.prometheus import total
+from benchmarks.hit_latency import CASES, Client
+from benchmarks.server import VllmServer
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS, TOGETHER = 48, 8
+PROMPT_TOKENS = 1025
+OUTPUT_TOKENS = 8
+ARGUMENTS = ["--max-model-len", "4096", "--num-gpu-blocks-override", "160"]
+"""Blocks of 128 tokens on a CPU: 20,480 tokens, and the prompts have 49,200."""
+SETTINGS = "dram: 1GiB\nnvme: {{path: {path}, capacity: 2GiB}}\naudit: {audit}\n"
+
+
+def one_round(server: VllmServer, prompts: list[list[int]]) -> tuple[float, list[float]]:
+    """Requests a second, and each one's ms to its first token."""
+    clients = [Client(server) for _ in range(TOGETHER)]
+
+    def ask(number: int) -> list[float]:
+        mine = prompts[number::TOGETHER]
+        return [clients[number].ttft_ms(prompt, OUTPUT_TOKENS) for prompt in mine]
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(TOGETHER) as threads:
+        times = [ms for found in threads.map(ask, range(TOGETHER)) for ms in found]
+    return len(prompts) / (time.perf_counter() - started), times
+
+
+def measure(name: str, rounds: int, rate: str) -> dict[str, Any]:
+    chance = Random(1)
+    prompts = [[chance.randrange(300, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+    speeds: dict[str, list[float]] = {"audit": [], "off": []}
+    ttfts: dict[str, list[float]] = {"audit": [], "off": []}
+    with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as directory:
+        work = Path(directory)
+        model = str(make_model(work / name, CASES[name].shape))
+        given = {"audit": f"{{rate: {rate}, tokens: 1000000}}", "off": "off"}
+        arguments = {}
+        for side, setting in given.items():
+            config = work / f"{side}.yaml"
+            config.write_text(SETTINGS.format(path=work / side, audit=setting))
+            arguments[side] = [*ARGUMENTS, "--kv-transfer-config", str(config)]
+        with (
+            VllmServer(model, arguments["audit"], work / "audit.log") as audit,
+            VllmServer(model, arguments["off"], work / "off.log") as off,
+        ):
+            sides = [("audit", audit), ("off", off)]
+            for _, server in sides:  # all is stored, and found once
+                for _ in range(2):
+                    one_round(server, prompts)
+            before = audit.metrics()
+            for _ in tqdm(range(rounds), desc=name, unit="round"):
+                for side, server in sides:
+                    speed, times = one_round(server, prompts)
+                    speeds[side].append(speed)
+                    ttfts[side] += times
+                sides.reverse()
+            after = audit.metrics()
+
+    def grown(metric: str, **labels: str) -> float:
+        found = [total(of, f"vllm:attnstore_{metric}_total", **labels) for of in (before, after)]
+        return found[1] - found[0]
+
+    outcomes = ("agreed", "differed", "not_compared")
+    ratios = [a / b for a, b in zip(speeds["audit"], speeds["off"], strict=True)]
+    p99 = {side: statistics.quantiles(times, n=100)[98] for side, times in ttfts.items()}
+    return {
+        "model": name,
+        "rate": rate,
+        "rounds": rounds,
+        "hits": rounds * PROMPTS,
+        "drawn": int(grown("recomputations", cause="audit")),
+        "audits": {outcome: int(grown("audits", outcome=outcome)) for outcome in outcomes},
+        "loaded_tokens": int(grown("loaded_tokens")),
+        "requests_per_s": {side: round(statistics.median(v), 2) for side, v in speeds.items()},
+        "ratio_median": round(statistics.median(ratios), 4),
+        "ratios": [round(r, 3) for r in sorted(ratios)],
+        "p99_ttft_ms": {side: round(ms, 1) for side, ms in p99.items()},
+        "p99_ratio": round(p99["audit"] / p99["off"], 3),
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the audit costs where all prompts are hits.")
+    parser.add_argument("--model", choices=list(CASES), default="small")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rate", default="1/1000")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "audit_cost.json")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
+    args = parser.parse_args()
+    result = measure(args.model, args.rounds, args.rate)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(
+        f"\n{result['model']}, rate {result['rate']}: requests a second over off "
+        f"{result['ratio_median']}, p99 TTFT {result['p99_ratio']}; {result['drawn']} of "
+        f"{result['hits']} hits were drawn, chunks {result['audits']}"
+    )
+
+
+if __name__ == "__main__":
+    main()
