@@ -9,6 +9,7 @@ body.
     approximate: true       its prompt may be served with KV that a codec has changed
     report: true            the response says where its prompt's KV came from
     ended: true             the conversation is over: its KV leaves before all other KV
+    audit: true             its hit is computed, to be compared with what is stored
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 
 Hints come from any client: each that makes no sense is ignored and counted, and none fails a
@@ -44,6 +45,7 @@ class Hints:
     approximate: bool | None = None
     """None: it does not say."""
     report: bool = False
+    audit: bool = False
     applied: int = 0
     ignored: int = 0
 
@@ -59,6 +61,7 @@ class HintReader:
         longest_pin_s: None where nothing may be pinned.
         may_truncate: requests may ask for moved KV.
         may_approximate: requests may ask for KV that a codec has changed: there is some.
+        may_audit: requests may ask to be compared: there is an audit.
         salted_only: requests without a cache_salt share nothing.
     """
 
@@ -69,11 +72,12 @@ class HintReader:
         *,
         may_truncate: bool = True,
         may_approximate: bool = False,
+        may_audit: bool = False,
         salted_only: bool = False,
     ) -> None:
         self.salted_only = salted_only
         self._may_truncate = may_truncate
-        self._may_approximate = may_approximate
+        self._may_approximate, self._may_audit = may_approximate, may_audit
         self._ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
 
@@ -91,7 +95,8 @@ class HintReader:
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
         truncation, report = given.get("truncation"), given.get("report")
         moves = isinstance(truncation, bool) and (self._may_truncate or not truncation)
-        approximate = given.get("approximate")
+        approximate, audit = given.get("approximate"), given.get("audit")
+        audits = isinstance(audit, bool) and (self._may_audit or not audit)
         changes = isinstance(approximate, bool) and (self._may_approximate or not approximate)
         applied = sum(
             (
@@ -101,6 +106,7 @@ class HintReader:
                 may_pin,
                 moves,
                 changes,
+                audits,
                 isinstance(report, bool),
                 isinstance(ended, bool),
             )
@@ -113,6 +119,7 @@ class HintReader:
             truncation if moves else None,
             approximate if changes else None,
             report is True,
+            audits and audit is True,
             applied,
             len(given) - applied,
         )

@@ -18,6 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from attnstore_vllm.cli import (
+    audit,
     doctor,
     gc,
     init,
@@ -69,6 +70,13 @@ def parser() -> argparse.ArgumentParser:
     read.set_defaults(handler=_verify)
     look.set_defaults(handler=_inspect)
     clean.set_defaults(handler=_gc)
+    compare = commands.add_parser(
+        "audit", help="have one prompt's stored KV compared by a server; exit 1 if it differs"
+    )
+    compare.add_argument("url", metavar="URL", help="of a vLLM server, as localhost:8000")
+    compare.add_argument("--api-key", metavar="KEY", help="that the server asks for")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    compare.set_defaults(handler=_audit)
     live = commands.add_parser("top", help="live view of servers by their /metrics")
     live.add_argument("url", nargs="+", metavar="URL", help="of a vLLM server, as localhost:8000")
     live.add_argument("--once", action="store_true", help="print figures since the start, and end")
@@ -190,6 +198,12 @@ def _top(args: argparse.Namespace) -> int:
         raise ConfigError(f"--interval is {args.interval!r}; expected a time, as 2s")
     top.run(args.url, interval_s, once=args.once, as_json=args.json)
     return EXIT_OK
+
+
+def _audit(args: argparse.Namespace) -> int:
+    verdict = audit.audit(args.url, args.api_key)
+    print(json.dumps(verdict.as_json()) if args.json else verdict.said)
+    return EXIT_BAD if verdict.is_bad else EXIT_OK
 
 
 def _gc(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import json
 import logging
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -28,6 +29,8 @@ from attnstore_vllm.io.codec import NONE
 from attnstore_vllm.io.device import ALIGNMENT_BYTES
 from attnstore_vllm.io.disk_node import disk_numa_node
 from attnstore_vllm.model_shape import shape_of
+from attnstore_vllm.plain_text import quantity
+from attnstore_vllm.tiers.nvme.aside import kept, stops
 from attnstore_vllm.tiers.nvme.format import SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import NO_RESERVE, fallocate
 from attnstore_vllm.tiers.shared.start import try_store, without_secret
@@ -99,6 +102,7 @@ def examine(file: Path | None, model: Path | None) -> Iterator[Check]:
     if config.peers:
         engines = "data-parallel engines of this host read each other, should there be several"
         yield Check("peers", "note", engines)
+    yield from _audit(config)
     yield from _shared(config)
     if model is not None:
         yield _tokens(model, config)
@@ -189,6 +193,33 @@ def _machine(config: StoreConfig, *, pins_memory: bool) -> Iterator[Check]:
     if not found:
         sizes = f"dram {format_size(dram)}, nvme {format_size(nvme)}"
         yield Check("machine", "ok", f"it has what is asked for: {sizes}")
+
+
+def _audit(config: StoreConfig) -> Iterator[Check]:
+    """Whether there is one, and what earlier ones have left."""
+    if config.audit is None:
+        yield Check("audit", "note", "off: no hit is compared with what the model computes")
+    else:
+        every, cap = 1 / config.audit.rate, config.audit.tokens_per_s
+        yield Check("audit", "ok", f"one hit in {every:.0f}, up to {cap:,.0f} tokens a second")
+    for path in config.nvme.paths:
+        try:
+            folders = [file.parent for file in slab_files(path)]
+            marks = [mark for folder in folders for mark in stops(folder)]
+            files = [file for folder in folders for file, _ in kept(folder)]
+        except ConfigError:
+            continue  # it holds nothing
+        except OSError as error:
+            yield Check("audit", "warn", f"{path}: what an audit has left cannot be read: {error}")
+            continue
+        for mark in marks:
+            again = f"rm {shlex.quote(str(mark))}"
+            yield Check(
+                "audit", "warn", f"{mark}: its namespace is not served; again with `{again}`"
+            )
+        if files:
+            found = f"{quantity(len(files), 'chunk')} that differed in {files[0].parent}"
+            yield Check("audit", "warn", f"{found}; `attnstore inspect {path}` lists them")
 
 
 def _shared(config: StoreConfig) -> Iterator[Check]:
