@@ -63,8 +63,9 @@ class EngineFacts:
     """vLLM has one, which is reset when weights are updated."""
     serves_adapters: bool = True
     """Requests with a LoRA adapter use and leave KV as others do."""
-    comparison: Comparison | None = None
-    """How stored KV is compared with what is computed once more; None: nothing is audited."""
+    comparisons: tuple[Comparison | None, ...] = ()
+    """How stored KV of each KV cache group is compared with what is computed once more, the spine's
+    first; None: it is not. Empty: nothing is audited."""
 
     # ---- for people
 

@@ -196,7 +196,7 @@ class Cause(Word):
     COPY_FAILED = "copy_failed"
     """The device failed to copy it."""
     AUDIT = "audit"
-    """It was drawn, to be compared with what is computed."""
+    """It was drawn, to be compared with what is computed, or its tier is not tried yet."""
     # What was computed is not stored.
     STORE_FALSE = "store_false"
     """The request said so."""

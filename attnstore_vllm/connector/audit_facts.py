@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How stored KV of this engine is compared with what it computes once more, if that can be said."""
+"""How stored KV of this engine is compared with what it computes once more, as far as that can be
+said: of each KV cache group by itself."""
 
 from __future__ import annotations
 
@@ -11,13 +12,16 @@ import vllm.envs
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.identity.rank import KvPage, RankDescription
-from attnstore_vllm.policy.kv_compare import NUMBER_BYTES, Comparison, Numbers, Unit
+from attnstore_vllm.identity.rank import GroupPages, PageSide, RankDescription
+from attnstore_vllm.index.sections import Reach
+from attnstore_vllm.policy.kv_compare import NUMBER_BYTES, Comparison, Side, Unit
 from attnstore_vllm.tiers.nvme.aside import is_stopped, stopped_path
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.page_content import ContentSide
 
 logger = logging.getLogger(__name__)
+
+STATE = Reach.STATE.value
 
 
 def computes_alike(device: str) -> bool:
@@ -40,68 +44,104 @@ def check_not_stopped(directory: Path, namespace: bytes) -> None:
         )
 
 
-def comparison_of(
+def comparisons_of(
     config: AuditConfig | None,
     geometry: Geometry,
     ranks: Sequence[RankDescription],
     ahead: int,
-) -> Comparison | None:
-    """None: nothing is audited. Says so where it was to be.
+) -> tuple[Comparison | None, ...]:
+    """Those of each group, the spine's first; None: it is not compared. Empty: nothing is audited.
+    Says so where it was to be.
 
     Args:
         ahead: see EngineFacts.
     """
     if config is None:
-        return None
+        return ()
     try:
-        found = _comparison(geometry, ranks, ahead)
+        _check(geometry, ahead)
     except UnsupportedError as error:
         logger.warning("AttnStore audits nothing of this model (audit), since %s", error)
-        return None
+        return ()
+    bits = computes_alike(ranks[0].kv.device)
+    found: list[Comparison | None] = []
+    for place, group in enumerate(geometry.groups):
+        try:
+            # A state is summed up in another order where steps end elsewhere.
+            found.append(_comparison(place, geometry, ranks, bits and group.reach != STATE))
+        except UnsupportedError as error:
+            logger.warning(
+                "AttnStore audits no KV of cache group %d (%s), since %s", place, group.reach, error
+            )
+            found.append(None)
+    compared = [one.in_words for one in found if one is not None]
+    if not compared:
+        logger.warning("AttnStore audits nothing of this model (audit), since no group is compared")
+        return ()
     logger.info(
         "AttnStore audits one hit in %.0f, up to %.0f tokens a second: KV is compared %s",
         1 / config.rate,
         config.tokens_per_s,
-        found.in_words,
+        "; ".join(dict.fromkeys(compared)),
     )
+    return tuple(found)
+
+
+def _check(geometry: Geometry, ahead: int) -> None:
+    """Raises UnsupportedError."""
+    if geometry.is_packed:
+        raise UnsupportedError("pages of its layers lie side by side in a block")
+    if ahead:
+        raise UnsupportedError("its drafts decide KV of tokens before them")
+
+
+def _comparison(
+    place: int, geometry: Geometry, ranks: Sequence[RankDescription], bits: bool
+) -> Comparison:
+    """Raises UnsupportedError."""
+    told = [rank.groups[place] for rank in ranks]
+    units = units_of(geometry, told)
+    why = next((pages.why_none for pages in told if pages.why_none), None)
+    kinds = {pages.sides for pages in told if pages.num_layers}
+    is_told = why is None and len(kinds) == 1 and any(kinds)
+    if bits and len(geometry.groups) == 1:  # then pages are not padded
+        return Comparison(units, None)
+    if not is_told:
+        raise UnsupportedError(why or "its ranks differ in where K and V are")
+    sides = next(iter(kinds))
+    size = content_bytes(sides, units)
+    return Comparison(units, None if bits else [_side(one) for one in sides], size)
+
+
+def content_bytes(sides: Sequence[PageSide], units: Sequence[Unit]) -> int:
+    """Bytes of a page with these sides. Raises UnsupportedError where pages have no room."""
+    found = max((int(_side(one).places.max()) + 1) * NUMBER_BYTES[one.dtype] for one in sides)
+    total = sum(_side(one).places.size * NUMBER_BYTES[one.dtype] for one in sides)
+    sizes = {unit.page_bytes for unit in units}
+    if found != total or any(found > size for size in sizes) or len(sizes) > 1:
+        raise UnsupportedError(
+            f"its pages of {sorted(sizes)} bytes have more, or other numbers, than are known"
+        )
     return found
 
 
-def _comparison(geometry: Geometry, ranks: Sequence[RankDescription], ahead: int) -> Comparison:
-    """Raises UnsupportedError."""
-    if len(geometry.groups) > 1 or geometry.has_window_alone:
-        raise UnsupportedError("it has KV cache groups beside one of all tokens")
-    if geometry.stages:
-        raise UnsupportedError("its layers are spread over pipeline stages")
-    if ahead:
-        raise UnsupportedError("its drafts decide KV of tokens before them")
-    if computes_alike(ranks[0].kv.device):
-        return Comparison(units_of(geometry), None)
-    why = next(filter(None, [rank.why_no_page for rank in ranks]), None)
-    page = ranks[0].page
-    if why is not None or page is None or any(rank.page != page for rank in ranks):
-        raise UnsupportedError(why or "its ranks differ in where K and V are")
-    return Comparison(units_of(geometry), _numbers(page, geometry))
+def units_of(geometry: Geometry, told: Sequence[GroupPages]) -> list[Unit]:
+    """Each layer's pages of one group in a slot, of each rank that has a part of its own.
+
+    Args:
+        told: by each rank.
+    """
+    stages = geometry.stages or (geometry.regions,)
+    of_a_stage = geometry.num_ranks // len(stages)
+    units = []
+    for rank in range(0, geometry.num_ranks, geometry.replicas):
+        regions = stages[rank // of_a_stage]
+        at = geometry.part_at(rank)
+        for layer in range(told[rank].num_layers):
+            units.append(Unit(rank, layer, at, regions[layer]))
+            at += geometry.blocks_per_chunk * regions[layer]
+    return units
 
 
-def units_of(geometry: Geometry) -> list[Unit]:
-    """Each layer's pages in a slot, of each rank that has a part of its own."""
-    return [
-        Unit(
-            rank,
-            layer,
-            geometry.part_at(rank) + geometry.region_at(layer),
-            geometry.regions[layer],
-        )
-        for rank in range(0, geometry.num_ranks, geometry.replicas)
-        for layer in geometry.layers_of(0)
-    ]
-
-
-def _numbers(page: KvPage, geometry: Geometry) -> Numbers:
-    shape = page.block_tokens, page.num_heads, page.head_dim
-    size = 2 * shape[0] * shape[1] * shape[2] * NUMBER_BYTES.get(page.dtype, 0)
-    if page.block_tokens != geometry.block_tokens or set(geometry.regions) != {size}:
-        raise UnsupportedError(f"its pages have more, or other numbers, than K and V of {page}")
-    key, value = (ContentSide(*side).places(*shape) for side in (page.key, page.value))
-    return Numbers(page.dtype, key, value)
+def _side(told: PageSide) -> Side:
+    return Side(told.name, told.dtype, ContentSide(*told.content).places(*told.shape))

@@ -24,7 +24,7 @@ from vllm.config import get_current_vllm_config_or_none
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
-from attnstore_vllm.connector.audit_facts import check_not_stopped, computes_alike
+from attnstore_vllm.connector.audit_facts import check_not_stopped
 from attnstore_vllm.connector.context_parallel import (
     num_ranks_of,
     over_ranks,
@@ -49,6 +49,7 @@ from attnstore_vllm.connector.media_data import (
     why_no_media,
 )
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
+from attnstore_vllm.connector.page_contents import pages_of_groups
 from attnstore_vllm.connector.pipeline import (
     PipelineStage,
     num_stages,
@@ -256,10 +257,9 @@ def build_worker(
     of_groups = [{name: layers[name] for name in group.layers} for group in geometry.groups]
     rotations = partial(rotations_of, find_one, of_groups, vllm_config.model_config.dtype)
     codec = CODECS.get(config.nvme.codec)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    audits = config.audit is not None and not computes_alike(device)
-    wants_page = audits or (codec is not None and not codec.is_exact)
+    wants_page = codec is not None and not codec.is_exact
     page = partial(page_of_kv, of_groups[0]) if wants_page else None
+    contents = partial(pages_of_groups, layers, geometry, kv_cache_config)
 
     def write_buffer_bytes(device_bytes: int) -> int:
         if config.write_buffer_bytes is not None:
@@ -279,6 +279,7 @@ def build_worker(
         is_alone=_is_alone(),
         rotations=None if config.truncation is None else rotations,
         page=page,
+        contents=contents if config.audit is not None else None,
         weights=live.tell,
         own_files=live.own_files,
         part=part_of(vllm_config),

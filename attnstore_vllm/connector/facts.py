@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from attnstore_vllm.config.audit import AuditConfig
-from attnstore_vllm.connector.audit_facts import comparison_of
+from attnstore_vllm.connector.audit_facts import comparisons_of
 from attnstore_vllm.connector.groups import needs_of
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.identity.drafts import drafts_of, tokens_ahead
@@ -65,7 +65,7 @@ def facts_of(
         loads_in_parts=_computes_again(vllm_config) and are_alone,
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),
-        comparison=comparison_of(audit, geometry, ranks, ahead),
+        comparisons=comparisons_of(audit, geometry, ranks, ahead),
         info=info,
     )
 

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.live_lora import LiveAdapters
-from attnstore_vllm.identity.rank import KvFacts, KvPage, RankDescription
+from attnstore_vllm.identity.rank import GroupPages, KvFacts, KvPage, RankDescription
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
@@ -56,6 +56,8 @@ class Worker:
             cannot be.
         page: says where K and V are, given such a block of the one group; None: it is not asked
             for. Raises UnsupportedError.
+        contents: says the same of each group, for an audit, given the KV tensors; None: it is not
+            asked for.
         weights: looks at them, and says their name (LiveWeights.tell).
         own_files: see identity/weights.py.
         part: see KvFacts.
@@ -73,6 +75,7 @@ class Worker:
         is_alone: bool = True,
         rotations: Callable[[Sequence[torch.Tensor]], list[Rotation]] | None = None,
         page: Callable[[torch.Tensor], KvPage] | None = None,
+        contents: Callable[[Mapping[str, torch.Tensor]], tuple[GroupPages, ...]] | None = None,
         weights: Callable[[], tuple[Seen, bytes | None]] = lambda: (Seen.SAME, None),
         own_files: str | None = None,
         part: str = "",
@@ -81,7 +84,7 @@ class Worker:
         self._own_files = own_files
         self._part = part
         self._read_rotations = rotations
-        self._page = page
+        self._page, self._contents = page, contents
         self._rotations: list[Rotation] = []
         self.pool = pool
         self.rank = rank
@@ -181,6 +184,7 @@ class Worker:
                 why_no_page=why_no_page,
                 stages=self.geometry.stages,
                 replicas=self.geometry.replicas,
+                groups=self._contents(kv_caches) if self._contents is not None else (),
             ).to_json(),
         )
 

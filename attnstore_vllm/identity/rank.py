@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 REASON_MAX = 500
 """Characters of a reason: PyTorch's messages are longer than the place that a rank has."""
@@ -77,6 +77,26 @@ class KvPage:
     value: tuple[int, ...]
 
 
+class PageSide(NamedTuple):
+    """Numbers of a page that an audit compares together."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, int, int]
+    """Tokens, heads, dims."""
+    content: tuple[int, ...]
+    """See ContentSide."""
+
+
+class GroupPages(NamedTuple):
+    """What a rank has of a KV cache group, for an audit."""
+
+    num_layers: int
+    sides: tuple[PageSide, ...] = ()
+    """Of every layer's page; none: it cannot be said."""
+    why_none: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class RankDescription:
     """A rank, as the scheduler side knows it."""
@@ -100,6 +120,8 @@ class RankDescription:
     stages: tuple[tuple[int, ...], ...] = ()
     """See Geometry."""
     replicas: int = 1
+    groups: tuple[GroupPages, ...] = ()
+    """Pages of each KV cache group, the spine's first, if an audit has to know them."""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self) | {"stages": [_runs(stage) for stage in self.stages]}
@@ -117,6 +139,7 @@ class RankDescription:
             sides = {name: tuple(page[name]) for name in ("key", "value")}
             rest["page"] = KvPage(**dict(page) | sides)
         rest["stages"] = tuple(map(_regions_of, found["stages"]))
+        rest["groups"] = tuple(map(_pages_of, found["groups"]))
         kv = dict(rest.pop("kv"))
         kv["live"] = tuple((str(name), str(value)) for name, value in kv["live"])
         for name in ("shape", "axes", "strides"):
@@ -131,3 +154,15 @@ def _runs(regions: Sequence[int]) -> list[list[int]]:
 
 def _regions_of(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(page_bytes for page_bytes, count in runs for _ in range(count))
+
+
+def _pages_of(found: Sequence[Any]) -> GroupPages:
+    num_layers, sides, why_none = found
+    return GroupPages(
+        num_layers,
+        tuple(
+            PageSide(name, dtype, (shape[0], shape[1], shape[2]), tuple(content))
+            for name, dtype, shape, content in sides
+        ),
+        why_none,
+    )

@@ -103,6 +103,8 @@ class Chunk(_Referable):
     """Its place in the index, while it is in it."""
     came_from: str = ""
     """The tier that its DRAM bytes came up from, while no request has loaded them since."""
+    brought_by: str = ""
+    """The tier that bytes of it came up from, while it is an object; empty: none did."""
     origin: str = ""
     """The tier of others that it was copied from (remote.py); empty: it was computed here."""
     copied_for: Run | None = None

@@ -35,11 +35,13 @@ class Draw:
         Args:
             num_tokens: that the hit has.
             now: seconds of a steady clock.
-            always: at any rate, as far as the cap allows.
+            always: at any rate, and not of the cap: it is computed in any case.
         """
         self._number += 1
+        if always:
+            return self._number
         number = self._number.to_bytes(_DRAW_BYTES, "little")
         drawn = blake2b(number, key=self._seed, digest_size=_DRAW_BYTES).digest()
-        if int.from_bytes(drawn, "little") >= self._below and not always:
+        if int.from_bytes(drawn, "little") >= self._below:
             return None
         return self._number if self._budget.take(now, num_tokens) else None

@@ -2,7 +2,8 @@
 """Is stored KV what was computed once more? Pure: two slots of bytes, compared layer by layer.
 
 Bit for bit where a computation gives the same bits however its batch is made up. Elsewhere rounding
-differs from batch to batch, and the *distance* counts: of K and of V, a layer and a head,
+differs from batch to batch, and the *distance* counts: of each side (K, V, a latent, a state), a
+layer and a head,
 
     |stored - computed| / max(|stored|, |computed|)        the root of the sums of squares, over
                                                            all tokens that are compared
@@ -22,7 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 Places = npt.NDArray[np.int64]
-"""[tokens, heads, dim]: the place of each number of K or V within a page, in numbers."""
+"""[tokens, heads, dim]: the place of each number of a side within a page, in numbers of its
+type."""
+Blocks = Sequence[range]
+"""Places of blocks in a slot: a section whose slot has few may begin behind its end."""
+Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
 
 BOUND: Final = 0.5
@@ -30,6 +35,7 @@ BOUND: Final = 0.5
 FLOOR: Final = 0.01
 NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Types of KV whose distance is known."""
+KEY, VALUE = "K", "V"
 
 
 class Unit(NamedTuple):
@@ -37,6 +43,7 @@ class Unit(NamedTuple):
 
     rank: int
     layer: int
+    """Of this group, in the rank's pipeline stage."""
     at: int
     """Its first byte."""
     page_bytes: int
@@ -54,7 +61,7 @@ class Difference(NamedTuple):
     rank: int
     layer: int
     side: str
-    """K or V; empty where bits are compared."""
+    """Its name; empty where bits are compared."""
     head: int
     """-1 where bits are compared."""
     distance: float
@@ -68,40 +75,49 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """Where the numbers of K and V are in a page."""
+class Side:
+    """Numbers of a page that are compared together."""
 
+    name: str
+    """KEY, VALUE, or what else it is."""
     dtype: str
     """One of NUMBER_BYTES."""
-    key: Places
-    value: Places
+    places: Places
 
 
 class Comparison:
-    """Compares two slots.
+    """Compares two slots of one KV cache group.
 
     Args:
         units: all that a slot has.
-        numbers: by which the distance is known; None: bits are compared.
+        sides: by which the distance is known; None: bits are compared.
+        content_bytes: of a page, from its beginning on: what is behind it may be anything. None:
+            all of it.
         bound: see BOUND.
     """
 
     def __init__(
-        self, units: Sequence[Unit], numbers: Numbers | None, bound: float = BOUND
+        self,
+        units: Sequence[Unit],
+        sides: Sequence[Side] | None,
+        content_bytes: int | None = None,
+        bound: float = BOUND,
     ) -> None:
         self.units = tuple(units)
-        self.numbers = numbers
+        self.sides = None if sides is None else tuple(sides)
+        self._content_bytes = content_bytes
         self._bound = bound
 
     @property
     def in_words(self) -> str:
         """How it compares, for the log."""
-        if self.numbers is None:
+        if self.sides is None:
             return "bit for bit"
-        return f"by the distance of K and V, which may be {self._bound:g}"
+        names = " and ".join(side.name for side in self.sides)
+        return f"by the distance of {names}, which may be {self._bound:g}"
 
     def look(
-        self, stored: memoryview, computed: memoryview, blocks: range
+        self, stored: memoryview, computed: memoryview, blocks: Blocks
     ) -> Iterator[Difference | None]:
         """The difference that each unit has; None: it has none. The caller may stop at any.
 
@@ -109,30 +125,51 @@ class Comparison:
             blocks: of the slots, that are compared.
         """
         for unit in self.units:
-            at = unit.within(blocks)
-            one, other = (np.frombuffer(slot[at], np.uint8) for slot in (stored, computed))
-            if np.array_equal(one, other):
-                yield None
-            elif self.numbers is None:
-                yield Difference(unit.rank, unit.layer, "", -1, math.inf)
-            else:
-                yield self._beyond(unit, one, other, len(blocks))
+            yield self.differ(
+                unit, *(self.pages(slot, unit, blocks) for slot in (stored, computed))
+            )
 
-    def _beyond(self, unit: Unit, one: Any, other: Any, num_blocks: int) -> Difference | None:
-        assert self.numbers is not None
-        x, y = (floats_of(part, self.numbers.dtype) for part in (one, other))
-        x, y = (part.reshape(num_blocks, -1) for part in (x, y))
-        with np.errstate(over="ignore", invalid="ignore"):
-            # Over blocks first, so that places are looked up once and not for each block.
-            sums = [np.square(part).sum(axis=0, dtype=np.float64) for part in (x - y, x, y)]
+    def pages(self, slot: memoryview, unit: Unit, blocks: Blocks) -> Bytes:
+        """[blocks, bytes]: the content of a unit's pages. No copy where the blocks follow each
+        other and fill theirs."""
+        parts = [
+            np.frombuffer(slot[unit.within(some)], np.uint8).reshape(len(some), -1)
+            for some in blocks
+        ]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.ascontiguousarray(whole[:, : self._content_bytes])
+
+    def differ(self, unit: Unit, one: Bytes, other: Bytes) -> Difference | None:
+        """The difference of two contents, if they have one.
+
+        Args:
+            unit: that it is of.
+            one, other: see pages().
+        """
+        if np.array_equal(one, other):
+            return None
+        if self.sides is None:
+            return Difference(unit.rank, unit.layer, "", -1, math.inf)
         worst: Difference | None = None
-        for side, places in (("K", self.numbers.key), ("V", self.numbers.value)):
-            distances = distances_of(*(part[places].sum(axis=(0, 2)) for part in sums))
+        for side, distances in zip(self.sides, self.distances(one, other), strict=True):
             head = int(np.argmax(distances))
             distance = float(distances[head])
             if distance > self._bound and (worst is None or distance > worst.distance):
-                worst = Difference(unit.rank, unit.layer, side, head, distance)
+                worst = Difference(unit.rank, unit.layer, side.name, head, distance)
         return worst
+
+    def distances(self, one: Bytes, other: Bytes) -> Iterator[npt.NDArray[np.float64]]:
+        """[heads] of each side."""
+        sums: dict[str, list[Any]] = {}
+        for side in self.sides or ():
+            if side.dtype not in sums:
+                x, y = (floats_of(part, side.dtype) for part in (one, other))
+                with np.errstate(over="ignore", invalid="ignore"):
+                    # Over blocks first, so that places are looked up once and not for each block.
+                    squares = [np.square(part) for part in (x - y, x, y)]
+                    sums[side.dtype] = [part.sum(axis=0, dtype=np.float64) for part in squares]
+            parts = sums[side.dtype]
+            yield distances_of(*(part[side.places].sum(axis=(0, 2)) for part in parts))
 
 
 def distances_of(apart: Any, one: Any, other: Any) -> npt.NDArray[np.float64]:
@@ -149,8 +186,14 @@ def distances_of(apart: Any, one: Any, other: Any) -> npt.NDArray[np.float64]:
     return np.nan_to_num(found, nan=math.inf, posinf=math.inf)
 
 
-def floats_of(raw: npt.NDArray[np.uint8], dtype: str) -> _Floats:
-    """The numbers, as float32. A copy, but of float32."""
+def floats_of(raw: Bytes, dtype: str) -> _Floats:
+    """The numbers, as float32. A copy, but of float32.
+
+    Args:
+        raw: what its last axis has behind the last whole number is left out.
+    """
+    spare = raw.shape[-1] % NUMBER_BYTES[dtype]
+    raw = np.ascontiguousarray(raw[..., : raw.shape[-1] - spare]) if spare else raw
     if dtype == "bfloat16":
         wide = raw.view(np.uint16).astype(np.uint32)
         wide <<= 16

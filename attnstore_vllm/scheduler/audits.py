@@ -3,8 +3,12 @@
 
 A hit that is drawn costs its request the prefill that it would have saved. As soon as a step
 computes what a stored chunk has, its blocks are copied into a spare slot of DRAM, like a save, and
-compared there (store/auditor.py). KV that was moved, or that a codec changed, is never drawn: it is
-not what the model computes, and says so.
+compared there (store/auditor.py). So is what other KV cache groups have of it: windows, and of a
+recurrent group the state, where a step ends just there. KV that was moved, or
+that a codec changed, is never drawn: it is not what the model computes, and says so.
+
+What a tier brings up is on trial until some of it has agreed (store/trial.py): such a hit is
+offered as none in any case, and drawn if it can be compared.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ import secrets
 from collections.abc import Sequence
 
 from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.policy.audit_draw import Draw
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import AuditedPiece, RequestState
 from attnstore_vllm.scheduler.vllm_types import Tables
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.transfer.plan import ChunkCopy
+from attnstore_vllm.transfer.plan import ChunkCopy, in_places
 from attnstore_vllm.types import Clock
 
 SEED_BYTES = 16
@@ -44,61 +50,96 @@ class Audits:
         seed: bytes | None = None,
     ) -> None:
         self._store = store
-        self._block_tokens = geometry.block_tokens
+        self._geometry = geometry
         self._plans = plans
         self._clock = clock
-        self._tried = {""}
-        """Tiers behind DRAM of which a hit was drawn: the first one of each is, in any case. What
-        an earlier process or another one wrote is compared before much of it is served."""
+        self._leaves = {need.group for need in store.needs}
+        """Groups whose blocks may be others' from the next step on."""
+        self._leaves = {need.group for need in store.needs}
+        """Groups whose blocks may be others' from the next step on."""
+        self._states = {need.group for need in store.needs if need.reach is Reach.STATE}
         self._draw: Draw | None = None
         if config is not None and store.audit is not None:
             seed = secrets.token_bytes(SEED_BYTES) if seed is None else seed
             self._draw = Draw(config.rate, config.tokens_per_s, seed)
 
-    def takes(self, state: RequestState, held: Sequence[Piece], rest: Sequence[Piece]) -> bool:
+    def takes(
+        self, state: RequestState, held: Sequence[Piece], rest: Sequence[Piece], num_tokens: int
+    ) -> bool:
         """Whether this hit is offered as none. Asked whenever the request would be offered one; it
         is drawn once, before its first answer.
 
         Args:
             held: what it would be offered, READY in DRAM.
-            rest: what would be loaded in parts: such a hit is not drawn.
+            rest: what would be loaded in parts: such a hit is not drawn, but for a trial.
+            num_tokens: that it would be spared.
         """
         if state.audited:
             return True
-        if self._draw is None or not held or rest or state.counted.offered or not state.may_save:
+        audit = self._store.audit
+        if self._draw is None or audit is None or not held or state.approximate is not None:
             return False
-        is_exact = state.approximate is None and state.moved is None
-        if not is_exact or any(piece.first is not None for piece in held):
-            return False
-        came_from = {piece.chunk.came_from for piece in held} - self._tried
-        num_tokens = held[-1].stop - held[0].start
-        hit = self._draw.take(num_tokens, self._clock(), always=bool(came_from))
-        if hit is None:
-            return False
-        self._tried |= came_from
-        state.audited = tuple(
-            AuditedPiece(hit, piece.chunk, piece.chunk.dram, piece.start, piece.stop)
-            for piece in held
-        )
-        return True
+        pieces = (*held, *rest)
+        is_new, is_untried = not state.counted.offered, audit.trial.awaits(pieces)
+        is_drawn = is_new and state.may_save and not (rest and not is_untried)
+        is_drawn &= state.moved is None and all(piece.first is None for piece in held)
+        if is_drawn:
+            always = is_untried or state.hints.audit
+            hit = self._draw.take(num_tokens, self._clock(), always=always)
+            is_drawn = hit is not None
+            if hit is not None:
+                state.audited = tuple(
+                    AuditedPiece(hit, p.chunk, p.chunk.dram, p.start, p.stop, p.group)
+                    for p in held
+                    if audit.compares(p.group)
+                )
+        if is_untried and is_new:
+            audit.put_off(pieces, is_drawn=is_drawn)
+        return is_untried or bool(state.audited)
 
     def copy(self, state: RequestState, computed: int, tables: Tables) -> None:
-        """Plan the copies of what is computed when this step ends, of whole blocks.
+        """Plan the copies of what is computed when this step ends, of whole blocks and of states.
 
         Args:
             computed: tokens of the request that are computed then.
         """
-        size, planned = self._block_tokens, []
+        lasting: list[tuple[Chunk, tuple[ChunkCopy, ...]]] = []
+        fleeting: list[tuple[Chunk, tuple[ChunkCopy, ...]]] = []
         for piece in state.audited:
-            first, stop = -(-piece.start // size), piece.stop // size
-            if piece.stop > computed or first >= stop:
+            if piece.stop > computed:
                 continue
-            at = piece.chunk.name.position // size
-            blocks = range(first - at, stop - at)
-            copy = self._store.begin_audit(piece.hit, piece.chunk, piece.was, blocks)
+            runs = self._runs(piece, computed, tables[piece.group])
+            if runs is None:
+                continue
+            blocks = [range(at, at + len(block_ids)) for at, block_ids in runs]
+            copy = self._store.begin_audit(piece.hit, piece.chunk, piece.was, blocks, piece.group)
             if copy is not None:
-                block_ids = tuple(tables[0][first:stop])
-                planned.append((copy, (ChunkCopy(copy.dram.slot, blocks.start, block_ids),)))
+                copies = [ChunkCopy(copy.dram.slot, at, block_ids) for at, block_ids in runs]
+                kept = fleeting if piece.group in self._leaves else lasting
+                kept.append((copy, tuple(copies)))
         state.audited = tuple(piece for piece in state.audited if piece.stop > computed)
         request = state.request
-        self._plans.save(request.request_id, planned, request.lora_request, state.adapter)
+        name, lora, adapter = request.request_id, request.lora_request, state.adapter
+        self._plans.save(name, lasting, lora, adapter)
+        self._plans.save(name, fleeting, lora, adapter, is_fleeting=True)
+
+    def _runs(
+        self, piece: AuditedPiece, computed: int, block_ids: Sequence[int]
+    ) -> list[tuple[int, tuple[int, ...]]] | None:
+        """Blocks that hold what this piece has, each run with its first place in a slot; empty if
+        they are not there any more. None: it has no whole block."""
+        size = self._geometry.groups[piece.group].block_tokens
+        if piece.group in self._states:
+            block = block_ids[(piece.stop - 1) // size]
+            return [(0, (block,))] if piece.stop == computed and block else []
+        first, stop = -(-piece.start // size), piece.stop // size
+        if first >= stop:
+            return None
+        found = tuple(block_ids[first:stop])
+        if not all(found):  # a window keeps what is needed to its end, so none is gone
+            return []
+        at = first - piece.chunk.name.position // size
+        places = self._geometry.room(piece.group)
+        if not places:
+            return [(at, found)]
+        return [(copy.first, copy.block_ids) for copy in in_places(0, at, found, places)]

@@ -181,7 +181,7 @@ class Offers:
             return Cause.SLOWER
         if self._audits is None or stop - local < MIN_LOAD_TOKENS:
             return None
-        return Cause.AUDIT if self._audits.takes(state, held, rest) else None
+        return Cause.AUDIT if self._audits.takes(state, held, rest, stop - local) else None
 
     def _find(self, state: RequestState, local: int, stop: int) -> list[Piece]:
         num_expired = self._store.residency.num_expired

@@ -102,6 +102,8 @@ class AuditedPiece(NamedTuple):
     """Where the hit found it."""
     start: int
     stop: int
+    group: int
+    """See Piece."""
 
 
 @dataclass(slots=True)

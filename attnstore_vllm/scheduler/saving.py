@@ -83,6 +83,7 @@ class Saving:
         self._state_tokens = max(states, default=0)
         """The length of a block that has a state."""
         self._num_states = len(states)
+        self._is_state = {need.group: need.reach is Reach.STATE for need in self._needs}
         self._grain = geometry.hit_tokens or GRAIN_TOKENS
         """Hits end at multiples of it."""
         self.counts = GroupCounts(geometry)
@@ -120,6 +121,8 @@ class Saving:
         if self._states_every:
             size = self._state_tokens
             stops += (-(-(req.computing.state_stop + self._states_every) // size) * size,)
+        if req.audited:  # a stored state is compared with the one that is there
+            stops += tuple(piece.stop for piece in req.audited if self._is_state.get(piece.group))
         next_stop = min((stop for stop in stops if stop > start), default=0)
         req.request.shared_prefix_boundary = next_stop
 

@@ -653,6 +653,7 @@ def hint_reader(config: StoreConfig) -> HintReader:
         pinning.longest_s if pinning is not None else None,
         may_truncate=config.truncation is not None,
         may_approximate=config.nvme.changed_by is not None,
+        may_audit=config.audit is not None,
         salted_only=config.shared_by == "salted",
     )
 

@@ -5,6 +5,8 @@
     copied()    the workers have filled it
     tick()      on the store's thread, some layers at a time: are they equal?
                 no: the chunk leaves all tiers, its bytes are kept aside, and it is told
+    trial       what a tier brings up is not served before some of it has agreed (trial.py);
+                it differs: nothing of the tier is served
     stop_after  hits that disagreed: all is forgotten, and nothing is served any more
 
 A copy is found by none: no look-up, no tier and no sibling. Of each rank its own part is compared.
@@ -16,13 +18,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.index.chunk import Chunk, InTier, State
-from attnstore_vllm.policy.kv_compare import Comparison, Difference
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.kv_causes import cause_of
+from attnstore_vllm.policy.kv_compare import Blocks, Comparison, Difference
 from attnstore_vllm.policy.visits import unknown_run
+from attnstore_vllm.store.trial import Trial
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
 from attnstore_vllm.tiers.tier_io import TierIo
@@ -41,7 +47,8 @@ class _Pair:
     hit: int
     stored: Chunk
     copy: Chunk
-    blocks: range
+    group: int
+    blocks: Blocks
     is_void: bool = False
     """The copy has other bytes than were to be computed, or none."""
 
@@ -50,7 +57,8 @@ class Auditor:
     """Methods marked *locked* are called with the store's lock held.
 
     Args:
-        tiers: those behind DRAM.
+        tiers: those behind DRAM, nearest first.
+        comparisons: of each KV cache group (EngineFacts).
         namespace: of all that is compared.
     """
 
@@ -58,14 +66,19 @@ class Auditor:
         self,
         context: Context,
         tiers: Sequence[TierIo],
-        comparison: Comparison,
+        comparisons: Sequence[Comparison | None],
         config: AuditConfig,
         aside: Aside,
         namespace: bytes,
     ) -> None:
         self.context = context
         self._tiers = tiers
-        self.comparison = comparison
+        self.comparisons = list(comparisons)
+        groups = [group for group, one in enumerate(comparisons) if one is not None]
+        self.trial = Trial((tier.tier.name for tier in tiers), groups)
+        self.reset: Callable[[], object] = lambda: None
+        """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
+        thread."""
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace
@@ -82,25 +95,50 @@ class Auditor:
 
     # ---- copies ------------------------------------------------------------------------
 
-    def begin(self, hit: int, stored: Chunk, was: InTier, blocks: range) -> Chunk | None:
+    def compares(self, group: int) -> bool:
+        """Whether KV of this group is compared."""
+        return self.comparisons[group] is not None
+
+    def put_off(self, pieces: Sequence[Piece], *, is_drawn: bool) -> None:
+        """A request is computed, since these are not served yet. Takes the lock.
+
+        Args:
+            is_drawn: they are compared.
+        """
+        with self.context.progress:
+            if is_drawn:
+                self.trial.begin(pieces)
+            over = self.trial.put_off(pieces)
+        for tier in over:
+            logger.warning(
+                "AttnStore could not compare what it found in %s with what the model computes, and "
+                "serves it uncompared (docs/audit.md)",
+                tier,
+            )
+
+    def begin(
+        self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int
+    ) -> Chunk | None:
         """Locked. A chunk whose slot the workers fill with what was computed; None: it is not
         compared.
 
         Args:
             hit: its number; a hit has many chunks.
             was: where the hit found it. Other bytes may be there by now.
-            blocks: of the slot, that are copied.
+            blocks: of the slot, that are copied; none: they could not be had.
+            group: that it is of.
         """
         residency = self.context.residency
         most = min(COPIES_MAX, max(1, residency.dram.num_slots // COPIES_PART))
         copy: Chunk | None = None
         is_there = stored.dram is was and was.state is State.READY and not stored.dropped
-        if is_there and len(self._copying) + len(self._waiting) < most and not self.is_stopped:
+        has_place = len(self._copying) + len(self._waiting) < most and not self.is_stopped
+        if blocks and is_there and has_place:
             copy = self._begin_copy(stored)
         if copy is None:
             residency.counts[Event.NOT_COMPARED] += 1
             return None
-        self._copying[copy] = _Pair(hit, stored, copy, blocks)
+        self._copying[copy] = _Pair(hit, stored, copy, group, blocks)
         return copy
 
     def _begin_copy(self, stored: Chunk) -> Chunk | None:
@@ -165,18 +203,27 @@ class Auditor:
             if not self._waiting:
                 return False
             pair = self._pair = self._waiting.popleft()
-            pool = self.context.pool
-            stored, computed = (pool.slot(c.dram.slot) for c in (pair.stored, pair.copy))
             is_void = pair.is_void
         self._found = None
-        self._steps = iter(()) if is_void else self.comparison.look(stored, computed, pair.blocks)
+        look = self._comparison(pair).look
+        self._steps = iter(()) if is_void else look(*self._slots(pair), pair.blocks)
         return True
+
+    def _comparison(self, pair: _Pair) -> Comparison:
+        found = self.comparisons[pair.group]
+        assert found is not None
+        return found
+
+    def _slots(self, pair: _Pair) -> tuple[memoryview, memoryview]:
+        """The stored bytes and the computed ones. They are held."""
+        pool = self.context.pool
+        return pool.slot(pair.stored.dram.slot), pool.slot(pair.copy.dram.slot)
 
     def _end(self) -> bool:
         """All of the pair was compared, or enough of it. False: it is to be ended later."""
         pair, found, context = self._pair, self._found, self.context
         assert pair is not None
-        residency = context.residency
+        residency, tier = context.residency, pair.stored.brought_by
         with context.progress:
             # A write that is under way would leave its record to the next start.
             writes = [copy for copy in pair.stored.behind.values() if copy.state is State.WRITING]
@@ -187,39 +234,76 @@ class Auditor:
                 residency.counts[Event.NOT_COMPARED] += 1
             elif found is None:
                 residency.counts[Event.AGREED] += 1
+                self.trial.agreed(tier, pair.group)
             else:
                 residency.counts[Event.DIFFERED] += 1
-                for tier in self._tiers:
-                    tier.forget(pair.stored)
+                for io in self._tiers:
+                    io.forget(pair.stored)
                 residency.drop(pair.stored)
+            fails = found is not None and not is_void and self.trial.is_open(tier)
         if found is not None and not is_void:
             self._tell(pair, found)
+            if fails:
+                self._fail(tier)
+            else:
+                self._count(pair.hit)
         with context.progress:
             residency.release(pair.stored)
             residency.release(pair.copy)
             if self.is_stopped:
                 residency.drop_all()
             context.progress.notify_all()
-        for tier in self._tiers:
-            tier.submit()
+        for io in self._tiers:
+            io.submit()
         self._pair, self._steps, self._found = None, iter(()), None
         return True
 
     def _tell(self, pair: _Pair, found: Difference) -> None:
-        """Say it, keep the bytes, and count the hit. The slots are held."""
+        """Say it, and keep the bytes. The slots are held."""
         name = pair.stored.name
+        cause = cause_of(self._comparison(pair), *self._slots(pair), pair.blocks)
         logger.error(
             "AttnStore's audit found KV that is not what the model computes: chunk %s, tokens %d "
-            "to %d of a prompt, tenant %s, from %s; %s. It is removed. %s",
+            "to %d of a prompt, tenant %s, from %s; cache group %d, %s (%s). It is removed. %s",
             name.key.hex()[:16],
             name.position,
             name.end,
             name.tenant.hex()[:16],
             pair.stored.origin or "this engine",
+            pair.group,
             found,
-            self._keep(pair, found),
+            cause,
+            self._keep(pair, f"{found} ({cause})"),
         )
-        self._bad_hits.add(pair.hit)
+
+    def _fail(self, tier: str) -> None:
+        """The trial of this tier has failed: none of what it has is served."""
+        is_own = tier == self._tiers[0].tier.name
+        logger.error(
+            "AttnStore serves nothing of what it found in %s: it was compared before it was "
+            "served, and is not what this server computes. %s docs/audit.md says how to find the "
+            "cause",
+            tier,
+            "All tiers begin anew." if is_own else "That tier is out of use until the next start.",
+        )
+        residency = self.context.residency
+        with self.context.progress:
+            self.trial.close(tier)
+            for io in () if is_own else self._tiers:
+                if io.tier.name == tier:
+                    io.health.end()
+                    residency.lose(io.tier)
+            for chunk in residency.index.all_live():
+                if chunk.brought_by == tier:
+                    residency.drop(chunk)
+            if is_own:
+                self.context.moved.clear()
+        if is_own:
+            self.reset()
+
+    def _count(self, hit: int) -> None:
+        """Stop after too many hits that differed."""
+        self._bad_hits.add(hit)
         if len(self._bad_hits) < self._stop_after or self.is_stopped:
             return
         self.is_stopped = True
@@ -236,9 +320,9 @@ class Auditor:
             where,
         )
 
-    def _keep(self, pair: _Pair, found: Difference) -> str:
+    def _keep(self, pair: _Pair, found: str) -> str:
         """Where the bytes are, in words."""
-        name, pool = pair.stored.name, self.context.pool
+        name, units = pair.stored.name, self._comparison(pair).units
         head: dict[str, Any] = {
             "namespace": self._namespace.hex(),
             "key": name.key.hex(),
@@ -246,14 +330,19 @@ class Auditor:
             "tenant": name.tenant.hex(),
             "position": name.position,
             "num_tokens": name.num_tokens,
-            "blocks": [pair.blocks.start, pair.blocks.stop],
-            "units": [list(unit) for unit in self.comparison.units],
+            "group": pair.group,
+            "blocks": list(chain.from_iterable((some.start, some.stop) for some in pair.blocks)),
+            "units": [list(unit) for unit in units],
             "origin": pair.stored.origin,
-            "found": str(found),
+            "found": found,
             "at": int(self.context.wall()),
         }
-        slots = [pool.slot(chunk.dram.slot) for chunk in (pair.stored, pair.copy)]
-        parts = [slot[unit.within(pair.blocks)] for slot in slots for unit in self.comparison.units]
+        parts = [
+            slot[unit.within(some)]
+            for slot in self._slots(pair)
+            for unit in units
+            for some in pair.blocks
+        ]
 
         def keep() -> str:
             path = self._aside.keep(head, name.key, parts)
@@ -271,13 +360,13 @@ class Auditor:
 def auditor_of(
     context: Context,
     tiers: Sequence[TierIo],
-    comparison: Comparison | None,
+    comparisons: Sequence[Comparison | None],
     config: StoreConfig,
     namespace: bytes,
 ) -> Auditor | None:
     """None: nothing is to be audited, or cannot be."""
     audit = config.audit
-    if audit is None or comparison is None:
+    if audit is None or not any(comparisons):
         return None
     aside = Aside(config.nvme.path, audit.keep_bytes)
-    return Auditor(context, tiers, comparison, audit, aside, namespace)
+    return Auditor(context, tiers, comparisons, audit, aside, namespace)

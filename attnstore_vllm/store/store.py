@@ -134,7 +134,7 @@ class Store:
         more = [make.io(context, tier) for make, tier in pairs]
         learn = partial(learn_from, context, self._estimator, self._curve)
         tiers, namespace = [disk, *more], slab.shape.namespace
-        self.audit = auditor_of(context, tiers, engine.comparison, config, namespace)
+        self.audit = auditor_of(context, tiers, engine.comparisons, config, namespace)
         self.thread = StoreThread(
             context, tiers, self.audit, daily_writes=nvme.daily_writes_bytes, learn=learn
         )
@@ -501,12 +501,14 @@ class Store:
                     until = min(until, self.residency.found_until(kept))
                 self.residency.pinning.pin(kept, until, now)
 
-    def begin_audit(self, hit: int, stored: Chunk, was: InTier, blocks: range) -> Chunk | None:
+    def begin_audit(
+        self, hit: int, stored: Chunk, was: InTier, blocks: Sequence[range], group: int = 0
+    ) -> Chunk | None:
         """See Auditor.begin. finish_saves() ends it, after drop() if the copy is none."""
         assert self.audit is not None
         with self._lock:
             self.residency.now = self._clock()
-            return self.audit.begin(hit, stored, was, blocks)
+            return self.audit.begin(hit, stored, was, blocks, group)
 
     @property
     def is_distrusted(self) -> bool:

@@ -53,6 +53,8 @@ class StoreThread:
         context.wake = self.wake
         self._learn = learn
         self._audit = audit
+        if audit is not None:
+            audit.reset = self.reset
         self.tiers = tiers
         self.reader = context.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None

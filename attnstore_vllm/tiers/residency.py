@@ -477,7 +477,7 @@ class Residency:
             return False
         self.run_of(chunk)
         self.dram.give(chunk, State.READING)
-        chunk.came_from = tier.name
+        chunk.came_from = chunk.brought_by = tier.name
         self.pinning.spread(chunk, self.now)
         self.look_ahead.has_come(chunk)
         return True

@@ -194,7 +194,7 @@ def plan_load(
         block, end = token // block_tokens, -(-(last if last < stop else stop) // block_tokens)
         within = token % chunk_tokens // block_tokens
         if places:
-            copies += _in_places(slot, within, blocks[block:end], places)
+            copies += in_places(slot, within, blocks[block:end], places)
         else:
             copies.append(ChunkCopy(slot, within, blocks[block:end]))
         token = end * block_tokens
@@ -202,7 +202,7 @@ def plan_load(
     return tuple(copies)
 
 
-def _in_places(slot: int, first: int, block_ids: tuple[int, ...], places: int) -> list[ChunkCopy]:
+def in_places(slot: int, first: int, block_ids: tuple[int, ...], places: int) -> list[ChunkCopy]:
     """The copies of a chunk's blocks from number `first` on, where a slot has fewer places."""
     assert len(block_ids) <= places, "two blocks would have one place"
     place = first % places
@@ -254,7 +254,7 @@ def plan_save(
     assert len(block_ids) >= first + num_blocks
     copied = tuple(block_ids[first + hole : first + num_blocks])
     if places:
-        return tuple(_in_places(slot, hole, copied, places))
+        return tuple(in_places(slot, hole, copied, places))
     return (ChunkCopy(slot, hole, copied),)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import GQA
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.policy.kv_compare import BOUND, Comparison, Difference
+from attnstore_vllm.policy.kv_compare import BOUND, Blocks, Comparison, Difference
 from attnstore_vllm.types import Event
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine
@@ -38,15 +38,15 @@ class Recording(Comparison):
     """Notes each distance that is not 0."""
 
     def __init__(self, like: Comparison) -> None:
-        super().__init__(like.units, like.numbers, 0.0)
-        self.distances: list[float] = []
+        super().__init__(like.units, like.sides, bound=0.0)
+        self.seen: list[float] = []
 
     def look(
-        self, stored: memoryview, computed: memoryview, blocks: range
+        self, stored: memoryview, computed: memoryview, blocks: Blocks
     ) -> Iterator[Difference | None]:
         for found in super().look(stored, computed, blocks):
             if found is not None:
-                self.distances.append(found.distance)
+                self.seen.append(found.distance)
             yield found if found is not None and found.distance > BOUND else None
 
 
@@ -75,8 +75,8 @@ def rounds(engine: Engine) -> tuple[dict[str, int], float, int]:
     """Prompts that were computed in crowds and beside decoding, each computed again alone, or in
     another crowd. The largest distance, and how many were not 0."""
     audit: Any = engine.store.audit
-    plain, chance = audit.comparison, Random(1)
-    recording = audit.comparison = Recording(plain)
+    plain, chance = audit.comparisons[0], Random(1)
+    recording = audit.comparisons[0] = Recording(plain)
     before = events(engine, *OUTCOMES)
     for round_ in range(6):
         prompts = [
@@ -89,9 +89,9 @@ def rounds(engine: Engine) -> tuple[dict[str, int], float, int]:
             engine.settle()
             chance.shuffle(prompts)
             prompts = prompts if chance.random() < 0.5 else prompts[:2]
-    audit.comparison = plain
+    audit.comparisons[0] = plain
     found = {name: n - before[name] for name, n in events(engine, *OUTCOMES).items()}
-    return found, max(recording.distances, default=0.0), len(recording.distances)
+    return found, max(recording.seen, default=0.0), len(recording.seen)
 
 
 @pytest.mark.long
@@ -104,7 +104,8 @@ def test_rounding_is_no_fault(engine: EngineHost) -> None:
 def plants(engine: Engine) -> dict[str, dict[str, int]]:
     """Faults in the stored bytes of the second chunk of a prompt, and what each came to."""
     audit: Any = engine.store.audit
-    numbers, units, pool = audit.comparison.numbers, audit.comparison.units, audit.context.pool
+    comparison, pool = audit.comparisons[0], audit.context.pool
+    units, (keys, values) = comparison.units, (side.places for side in comparison.sides)
     other = random_tokens("another tenant", PROMPT)
     engine.ask(other, salt="other")
 
@@ -132,8 +133,8 @@ def plants(engine: Engine) -> dict[str, dict[str, int]]:
 
     def swap(slot: Any) -> None:
         for page in pages(slot):
-            key, value = (page[:, places].copy() for places in (numbers.key, numbers.value))
-            page[:, numbers.key], page[:, numbers.value] = value, key
+            key, value = (page[:, places].copy() for places in (keys, values))
+            page[:, keys], page[:, values] = value, key
 
     def shift(slot: Any) -> None:
         for page in pages(slot):
@@ -145,7 +146,7 @@ def plants(engine: Engine) -> dict[str, dict[str, int]]:
     def turn(slot: Any) -> None:
         """As a rotary table that begins elsewhere: each token's K is another's."""
         for page in pages(slot):
-            page[:, numbers.key] = np.roll(page[:, numbers.key], 5, axis=1)
+            page[:, keys] = np.roll(page[:, keys], 5, axis=1)
 
     found = {}
     for fault in (swap, shift, take, turn):

@@ -36,7 +36,16 @@ def test_a_hit_that_is_longer_than_the_burst_is_drawn_once_in_a_while() -> None:
     assert len(drawn) == 4, "each costs 1,000 s of the cap, and the burst has 60"
 
 
-def test_what_is_always_drawn_keeps_to_the_cap() -> None:
-    draw = Draw(1e-9, 1.0, b"a")
-    assert draw.take(100, 0.0, always=True) is not None
-    assert draw.take(100, 1.0, always=True) is None
+def test_what_is_always_drawn_takes_nothing_of_the_cap() -> None:
+    """Else who may ask for it could keep others from being drawn."""
+    draw = Draw(1.0, 1.0, b"a")
+    assert all(draw.take(100, 0.0, always=True) for _ in range(100))
+    assert draw.take(100, 1.0) is not None
+    assert draw.take(100, 2.0) is None
+    assert draw.take(100, 3.0, always=True) is not None
+
+
+def test_of_a_thousand_hits_one_is_drawn_at_one_in_a_hundred() -> None:
+    for number in range(200):
+        draw = Draw(0.01, 1e9, b"seed %d" % number)
+        assert any(draw.take(100, 0.0) for _ in range(1000))

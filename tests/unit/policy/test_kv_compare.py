@@ -17,9 +17,12 @@ import pytest
 
 from attnstore_vllm.policy.kv_compare import (
     BOUND,
+    KEY,
+    VALUE,
+    Blocks,
     Comparison,
     Difference,
-    Numbers,
+    Side,
     Unit,
     distances_of,
     floats_of,
@@ -30,7 +33,7 @@ SHAPE = (RANKS, LAYERS, BLOCKS, 2, HEADS, TOKENS, DIM)
 """Of a slot: a page has K of all heads, then V."""
 Kv = npt.NDArray[np.float32]
 PLACES = np.arange(2 * HEADS * TOKENS * DIM).reshape(2, HEADS, TOKENS, DIM).transpose(0, 2, 1, 3)
-ALL = range(BLOCKS)
+ALL = (range(BLOCKS),)
 
 
 def comparison(item: int, dtype: str | None = None) -> Comparison:
@@ -40,8 +43,9 @@ def comparison(item: int, dtype: str | None = None) -> Comparison:
         for rank in range(RANKS)
         for layer in range(LAYERS)
     ]
-    numbers = None if dtype is None else Numbers(dtype, PLACES[0], PLACES[1])
-    return Comparison(units, numbers)
+    if dtype is None:
+        return Comparison(units, None)
+    return Comparison(units, [Side(KEY, dtype, PLACES[0]), Side(VALUE, dtype, PLACES[1])])
 
 
 def kv(seed: int) -> Kv:
@@ -61,14 +65,14 @@ def rounded(one: Kv, seed: int, part: float) -> Kv:
     return (one + noise * part * np.minimum(np.abs(one) + 0.01 * size, size)).astype(np.float32)
 
 
-def raw(one: Kv, dtype: str) -> memoryview:
+def raw(one: Any, dtype: str) -> memoryview:
     if dtype == "bfloat16":
         return memoryview((one.view(np.uint32) >> 16).astype(np.uint16).tobytes())
     return memoryview(one.astype(dtype).tobytes())
 
 
 def look(
-    stored: Kv, computed: Kv, dtype: str = "bfloat16", blocks: range = ALL, bits: bool = False
+    stored: Kv, computed: Kv, dtype: str = "bfloat16", blocks: Blocks = ALL, bits: bool = False
 ) -> list[Difference]:
     item = 4 if dtype == "float32" else 2
     found = comparison(item, None if bits else dtype)
@@ -167,9 +171,9 @@ def test_one_bit_is_found_where_bits_are_compared() -> None:
 def test_only_the_blocks_that_are_compared_count() -> None:
     right, wrong = kv(1), kv(1)
     wrong[:, :, 0] = wrong[:, :, 3] = 7.0
-    assert look(wrong, right, blocks=range(1, 3), bits=True) == []
-    assert look(wrong, right, blocks=range(1, 3)) == []
-    assert look(wrong, right, blocks=range(2, 4))
+    assert look(wrong, right, blocks=[range(1, 3)], bits=True) == []
+    assert look(wrong, right, blocks=[range(1, 3)]) == []
+    assert look(wrong, right, blocks=[range(2, 4)])
 
 
 def test_a_difference_says_where_it_is_most() -> None:
@@ -195,3 +199,59 @@ def test_numbers_are_read_as_they_are_written(dtype: str) -> None:
     numbers: Any = np.array([0.0, -1.5, 2.0**-10, 384.0], np.float32)
     given = np.frombuffer(raw(numbers, dtype), np.uint8)
     assert floats_of(given, dtype).tolist() == numbers.tolist()
+
+
+def test_blocks_that_begin_behind_a_slots_end_are_compared_in_their_order() -> None:
+    right, wrong = kv(1), kv(1)
+    wrong[:, :, 1] = 7.0
+    around = [range(3, 4), range(0, 1)]
+    assert look(wrong, right, blocks=around) == []
+    wrong[:, :, 0] = 7.0
+    for bits in (True, False):
+        assert look(wrong, right, blocks=around, bits=bits)
+
+
+def padded(content: bytes, page: int, size: int, fill: int) -> memoryview:
+    """Pages of `content`, each followed by other bytes."""
+    parts = [content[at : at + page] for at in range(0, len(content), page)]
+    return memoryview(b"".join(part + bytes([fill]) * (size - page) for part in parts))
+
+
+@pytest.mark.parametrize("bits", [False, True])
+def test_what_is_behind_a_pages_content_may_be_anything(bits: bool) -> None:
+    page, size = 2 * HEADS * TOKENS * DIM * 2, 2 * HEADS * TOKENS * DIM * 2 + 96
+    units = [Unit(0, layer, layer * BLOCKS * size, size) for layer in range(LAYERS)]
+    sides = [Side(KEY, "bfloat16", PLACES[0]), Side(VALUE, "bfloat16", PLACES[1])]
+    found = Comparison(units, None if bits else sides, page)
+    right = bytes(raw(kv(1)[0], "bfloat16"))
+    other = bytes(raw(kv(2)[0], "bfloat16"))
+    one, same, wrong = (
+        padded(content, page, size, fill) for content, fill in ((right, 1), (right, 2), (other, 1))
+    )
+    assert list(found.look(one, same, ALL)) == [None] * LAYERS
+    assert None not in list(found.look(one, wrong, ALL))
+
+
+def test_states_of_two_types_are_compared_each_by_itself() -> None:
+    """A convolution's in bfloat16, then a recurrent one in float32, in a page with room behind."""
+    conv, ssm = 2 * 5, 3 * 4  # heads and dims of each
+    page = conv * 2 + ssm * 4 + 10
+    sides = [
+        Side("state 0", "bfloat16", np.arange(conv).reshape(1, 2, 5)),
+        Side("state 1", "float32", np.arange(conv // 2, conv // 2 + ssm).reshape(1, 3, 4)),
+    ]
+    found = Comparison([Unit(0, 0, 0, page)], sides, conv * 2 + ssm * 4)
+
+    def state(first: float, second: float, fill: int) -> memoryview:
+        one = np.full(conv, first, np.float32).view(np.uint32) >> 16
+        other = np.full(ssm, second, np.float32)
+        return memoryview(one.astype(np.uint16).tobytes() + other.tobytes() + bytes([fill]) * 10)
+
+    def compared(other: memoryview) -> list[Difference | None]:
+        return list(found.look(state(1.0, 2.0, 1), other, [range(1)]))
+
+    assert compared(state(1.0, 2.0, 2)) == [None]
+    assert compared(state(1.02, 2.1, 1)) == [None], "rounding"
+    for first, second, name in ((-1.0, 2.0, "state 0"), (1.0, -2.0, "state 1")):
+        (difference,) = compared(state(first, second, 1))
+        assert difference is not None and difference.side == name

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,19 @@ from tests.helpers import (
 
 BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8), Unit(0, 1, PAYLOAD_BYTES // 2, 1024)], None)
 """Two layers of 4 blocks."""
-ALL = range(4)
+ALL = [range(4)]
 SECRET = 4242
 """A token that no file and no line may have."""
 
 
 def audited(open_rig: Rigs, path: Path, **options: Any) -> tuple[Rig, MemoryDevice]:
     given = {"stop_after": 100, **options.pop("audit", {})}
-    return open_rig(audit=AuditConfig(rate=1.0, **given), comparison=BITS, path=path, **options)
+    return open_rig(audit=AuditConfig(rate=1.0, **given), comparisons=(BITS,), path=path, **options)
 
 
-def compare(rig: Rig, chunk: Chunk, computed: bytes, hit: int = 1, blocks: range = ALL) -> None:
+def compare(
+    rig: Rig, chunk: Chunk, computed: bytes, hit: int = 1, blocks: Sequence[range] = ALL
+) -> None:
     """As the workers copy it, until all is over."""
     copy = rig.store.begin_audit(hit, chunk, chunk.dram, blocks)
     assert copy is not None
@@ -108,7 +111,7 @@ def test_the_bytes_are_kept_for_their_owner_alone(open_rig: Rigs, tmp_path: Path
     rig, _ = audited(open_rig, tmp_path)
     wrong = bytes(PAYLOAD_BYTES)
     chunk = stored(rig, [SECRET] * 40, payload=wrong)
-    compare(rig, chunk, payload_of(chunk.name), blocks=range(1, 3))
+    compare(rig, chunk, payload_of(chunk.name), blocks=[range(1, 3)])
     ((path, head),) = kept(tmp_path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -274,7 +277,7 @@ def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
     rig, device = audited(open_rig, tmp_path)
     tail = stored(rig, conversation(1, 8), payload=bytes(PAYLOAD_BYTES))
     device.settle()
-    copy = rig.store.begin_audit(1, tail, tail.dram, range(2))
+    copy = rig.store.begin_audit(1, tail, tail.dram, [range(2)])
     assert copy is not None
     stored(rig, conversation(1, 16))
     assert tail.dropped

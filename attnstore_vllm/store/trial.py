@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial of KV that an earlier process or another one wrote, before any of it is served.
+
+Until some chunks of a tier have agreed with what was computed in their place, a hit on what it
+brought up is offered as none: so the first client's own prompt is the trial's. After that the tier
+is believed, and hits on it are drawn as all are. One that differs ends it: nothing of the tier is
+served (auditor.py).
+
+It has a limit: what cannot be compared after PUT_OFF_MAX requests is served uncompared, and told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.prefix import Piece
+
+TRIED_CHUNKS = 4
+"""Chunks of each tier and KV cache group: 1,024 tokens, where they have the usual size. Of a hit
+that has fewer, all."""
+PUT_OFF_MAX = 64
+
+
+@dataclass(slots=True)
+class _Tried:
+    """One tier."""
+
+    needed: dict[int, int] = field(default_factory=dict)
+    """By group: chunks that are to agree, once a hit has had some."""
+    agreed: Counter[int] = field(default_factory=Counter)
+    put_off: int = 0
+
+    def has_passed(self, group: int) -> bool:
+        return group in self.needed and self.agreed[group] >= self.needed[group]
+
+
+class Trial:
+    """All methods are called with the store's lock held, but awaits().
+
+    Args:
+        tiers: names of those behind DRAM.
+        groups: KV cache groups that are compared.
+    """
+
+    def __init__(self, tiers: Iterable[str], groups: Iterable[int]) -> None:
+        self._groups = frozenset(groups)
+        self._open = {name: _Tried() for name in tiers}
+
+    def is_open(self, tier: str) -> bool:
+        """Whether it is not known yet if this tier is to be believed."""
+        return tier in self._open
+
+    def awaits(self, pieces: Sequence[Piece]) -> bool:
+        """Whether some of these are not to be served yet. Needs no lock: it may say so a moment too
+        long. Cost: a look at each while a trial is open, then none."""
+        tiers = self._open
+        return bool(tiers) and any(self._is_untried(tiers, piece) for piece in pieces)
+
+    def _is_untried(self, tiers: dict[str, _Tried], piece: Piece) -> bool:
+        if piece.group not in self._groups:
+            return False
+        tried = tiers.get(_tier_of(piece))
+        return tried is not None and not tried.has_passed(piece.group)
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """These are computed, to be compared."""
+        found = Counter((_tier_of(p), p.group) for p in pieces if p.group in self._groups)
+        for (tier, group), count in found.items():
+            if tier in self._open:
+                self._open[tier].needed.setdefault(group, min(count, TRIED_CHUNKS))
+
+    def put_off(self, pieces: Sequence[Piece]) -> list[str]:
+        """A request is computed for it. Returns tiers that are served uncompared from now on."""
+        over = []
+        for tier in set(map(_tier_of, pieces)) & self._open.keys():
+            tried = self._open[tier]
+            tried.put_off += 1
+            if tried.put_off >= PUT_OFF_MAX:
+                over.append(tier)
+                self.close(tier)
+        return over
+
+    def agreed(self, tier: str, group: int) -> None:
+        """A chunk that this tier brought up is what was computed."""
+        tried = self._open.get(tier)
+        if tried is None:
+            return
+        tried.agreed[group] += 1
+        if all(tried.has_passed(group) for group in self._groups):
+            self.close(tier)
+
+    def close(self, tier: str) -> None:
+        """It is believed, or has nothing of before any more."""
+        self._open = {name: tried for name, tried in self._open.items() if name != tier}
+
+
+def _tier_of(piece: Piece) -> str:
+    """The tier that its bytes came up from, or will; empty: they were computed here."""
+    chunk = piece.chunk
+    if chunk.dram.state is State.READY:
+        return chunk.brought_by
+    return next(iter(chunk.behind), "")

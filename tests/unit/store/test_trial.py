@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a tier is believed."""
+
+from __future__ import annotations
+
+from attnstore_vllm.index.chunk import Chunk, InTier, State
+from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.store.trial import PUT_OFF_MAX, TRIED_CHUNKS, Trial
+from attnstore_vllm.types import NVME, SHARED
+from tests.helpers import CHUNK_TOKENS, conversation, name_of, sequence_of
+
+
+def piece(number: int = 0, tier: str = NVME, group: int = 0, *, ready: bool = True) -> Piece:
+    name = name_of(sequence_of(conversation(number)), 0)
+    there = {tier: InTier(State.READY)} if tier else {}
+    chunk = Chunk(name, InTier(State.READY if ready else State.READING), there, brought_by=tier)
+    return Piece(chunk, 0, CHUNK_TOKENS, group=group)
+
+
+def test_a_tier_is_believed_after_some_chunks() -> None:
+    trial = Trial([NVME, SHARED], [0])
+    many = [piece(number) for number in range(2 * TRIED_CHUNKS)]
+    assert trial.awaits(many) and trial.awaits(many[-1:])
+    trial.begin(many)
+    for _ in range(TRIED_CHUNKS):
+        assert trial.awaits(many)
+        trial.agreed(NVME, 0)
+    assert not trial.awaits(many) and not trial.is_open(NVME)
+    assert trial.awaits([*many, piece(9, SHARED)]), "the other one is not"
+
+
+def test_a_short_hit_is_enough() -> None:
+    trial = Trial([NVME], [0])
+    trial.begin([piece()])
+    trial.agreed(NVME, 0)
+    assert not trial.awaits([piece(1)])
+
+
+def test_what_was_computed_here_needs_none() -> None:
+    trial = Trial([NVME], [0])
+    assert not trial.awaits([piece(tier="")])
+    trial.agreed("", 0)
+    assert trial.is_open(NVME)
+
+
+def test_what_is_still_to_come_up_is_not_served_either() -> None:
+    trial = Trial([NVME], [0])
+    assert trial.awaits([piece(0, "", ready=True), piece(1, ready=False)])
+    assert not trial.awaits([piece(1, "another", ready=False)])
+
+
+def test_each_group_is_tried() -> None:
+    trial = Trial([NVME], [0, 2])
+    hit = [piece(0), piece(1), piece(2, group=1), piece(3, group=2)]
+    trial.begin(hit)
+    trial.agreed(NVME, 0)
+    trial.agreed(NVME, 0)
+    assert not trial.awaits(hit[:3]), "group 1 is not compared"
+    assert trial.awaits(hit)
+    trial.agreed(NVME, 2)
+    assert not trial.is_open(NVME)
+
+
+def test_it_ends_where_nothing_can_be_compared() -> None:
+    trial = Trial([NVME, SHARED], [0])
+    told = [trial.put_off([piece()]) for _ in range(PUT_OFF_MAX)]
+    assert told == (PUT_OFF_MAX - 1) * [[]] + [[NVME]]
+    assert not trial.awaits([piece()]) and trial.awaits([piece(0, SHARED)])
+    assert trial.put_off([piece()]) == []
