@@ -466,6 +466,9 @@ class Store:
         index = self.residency.index
         with self._lock:
             self.residency.now = self._clock()
+            if pin_s is None and not yields:
+                begun += [None] * self.residency.use_stored(names, runs)
+                names, runs = names[len(begun) :], runs[len(begun) :]
             num_new = index.num_missing(names)
             for name, run in zip(names, runs, strict=True):
                 chunk = self.residency.begin_save(
