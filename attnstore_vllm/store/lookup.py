@@ -17,13 +17,14 @@ from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.prefix import Matched, Piece, no_ends, ready_run, settle
+from attnstore_vllm.index.prefix import Matched, Piece, in_place, no_ends, ready_run, settle
 from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
 from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import TierIo
+from attnstore_vllm.types import Key
 
 
 @dataclass(eq=False)
@@ -365,3 +366,16 @@ def is_ready(chunk: Chunk) -> bool:
 
 def _is_short(pieces: Sequence[Piece], start: int, min_tokens: int) -> bool:
     return bool(pieces) and pieces[-1].stop - start < min_tokens
+
+
+def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
+    """Whether the last piece of the spine is the beginning of another's chunk.
+
+    Args:
+        whole: keys of the request's own whole chunks, of `size` tokens.
+    """
+    spine = in_place(pieces)
+    if not spine or spine[-1].stop % size == 0:
+        return False
+    number = spine[-1].start // size
+    return whole[number : number + 1] != [spine[-1].chunk.name.key]

@@ -3,10 +3,11 @@
 
     python -m benchmarks.micro.hbm_hit [--tokens 32768 131072] [--rounds 20] [--json]
 
-vLLM's real scheduler, with the store and without it, by turns over a scripted model. All but the
-last token of each prompt is in vLLM's own prefix cache, and in DRAM too. Timed is the thread's own
-processor time, in milliseconds a request, in four parts: the request comes (`add`), its step is
-planned (`schedule`), its result is taken (`update`), and the step behind its end (`after`).
+vLLM's real scheduler, with the store and without it, by turns. A script stands for the model. All
+but the last token of each prompt is in vLLM's own prefix cache, and in DRAM too. Timed is the
+thread's own processor time, in milliseconds a request, in four parts: the request comes (`add`),
+its steps are planned (`schedule`), their results are taken (`update`), and the step that tells the
+workers of its end (`after`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import argparse
 import copy
 import gc
 import json
+import logging
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -32,6 +35,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from attnstore_lab.bench.environment import machine
+from attnstore_lab.bench.summary import table
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from tests.vllm.scripted import Limits, ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB
@@ -41,6 +45,8 @@ PARTS = ("add", "schedule", "update", "after")
 TTFT_MS = {32768: 41.8}
 """Of such a hit on an H200 with vLLM alone (docs/gpu.md)."""
 TOKEN = 7
+Spent = dict[str, dict[str, list[float]]]
+"""Milliseconds of each round, by system and part."""
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput]
 
 
@@ -89,16 +95,12 @@ def one_request(
     while scheduler.has_requests():
         is_over = not scheduler.has_unfinished_requests()
         output = timed("after" if is_over else "schedule", scheduler.schedule)
-        result = execute(output)
-        timed(
-            "after" if is_over else "update",
-            lambda o=output, r=result: scheduler.update_from_output(o, r),
-        )
+        update = partial(scheduler.update_from_output, output, execute(output))
+        timed("after" if is_over else "update", update)
     return spent
 
 
-def measure(num_tokens: int, rounds: int, directory: Path) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds by system and part, a list of rounds."""
+def measure(num_tokens: int, rounds: int, directory: Path) -> Spent:
     prompt_blocks = num_tokens // BLOCK
     limits = Limits(
         chunk_tokens=CHUNK,
@@ -125,8 +127,9 @@ def measure(num_tokens: int, rounds: int, directory: Path) -> dict[str, dict[str
         "store": (engine.scheduler, engine._execute),
         "alone": (alone.scheduler, alone.execute),
     }
-    found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in systems}
+    found: Spent = {name: defaultdict(list) for name in systems}
     gc.collect()
+    gc.freeze()  # as vLLM's engine does
     for number in range(-2, rounds):
         for name, (scheduler, execute) in systems.items():
             request = engine.make_request(f"{num_tokens} {number}", prompt, 1)
@@ -138,6 +141,33 @@ def measure(num_tokens: int, rounds: int, directory: Path) -> dict[str, dict[str
     return found
 
 
+def rows_of(num_tokens: int, found: Spent) -> list[list[str]]:
+    rows = []
+    for part in (*PARTS, "all"):
+        with_store, alone = (totals(found[name], part) for name in ("store", "alone"))
+        added = median(with_store) - median(alone)
+        least = min(with_store) - min(alone)
+        rows.append(
+            [
+                f"{num_tokens:,}",
+                part,
+                f"{median(alone):.2f}",
+                f"{median(with_store):.2f}",
+                f"{added:.2f}",
+                f"{least:.2f}",
+            ]
+        )
+    return rows
+
+
+def totals(spent: dict[str, list[float]], part: str) -> list[float]:
+    return (
+        spent[part]
+        if part != "all"
+        else [sum(parts) for parts in zip(*spent.values(), strict=True)]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -146,26 +176,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    results: list[dict[str, Any]] = []
+    logging.disable(logging.WARNING)
+    found: dict[int, Spent] = {}
     with tempfile.TemporaryDirectory() as directory:
         for num_tokens in arguments.tokens:
-            found = measure(num_tokens, arguments.rounds, Path(directory))
-            results += [
-                {
-                    "tokens": num_tokens,
-                    "system": name,
-                    "part": part,
-                    "ms": median(values),
-                    "least": min(values),
-                }
-                for name, parts in found.items()
-                for part, values in parts.items()
-            ]
+            found[num_tokens] = measure(num_tokens, arguments.rounds, Path(directory))
     if arguments.json:
-        print(json.dumps({"machine": machine(), "results": results}, indent=2))
+        print(json.dumps({"machine": machine(), "ms": found}, indent=2))
         return
-    for row in results:
-        print(row)
+    rows = [row for num_tokens, spent in found.items() for row in rows_of(num_tokens, spent)]
+    print(table([["tokens", "part", "alone", "with the store", "added", "added, least"], *rows]))
+    for num_tokens, ttft in TTFT_MS.items():
+        if num_tokens in found:
+            total = [median(totals(found[num_tokens][name], "all")) for name in ("store", "alone")]
+            share = (total[0] - total[1]) / ttft
+            print(
+                f"added at {num_tokens:,} tokens: {share:.1%} of {ttft} ms on an H200 (goal: 3 %)"
+            )
 
 
 if __name__ == "__main__":
