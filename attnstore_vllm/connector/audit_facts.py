@@ -75,6 +75,8 @@ def _comparison(geometry: Geometry, ranks: Sequence[RankDescription], ahead: int
         raise UnsupportedError("its layers are spread over pipeline stages")
     if ahead:
         raise UnsupportedError("its drafts decide KV of tokens before them")
+    if not all(rank.is_alone for rank in ranks):
+        raise UnsupportedError("another connector may bring KV in place of what is to be computed")
     if computes_alike(ranks[0].kv.device):
         return Comparison(units_of(geometry), None)
     why = next(filter(None, [rank.why_no_page for rank in ranks]), None)

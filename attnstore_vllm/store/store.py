@@ -146,6 +146,12 @@ class Store:
             self.thread.start()
 
     @property
+    def num_named(self) -> int:
+        """Saves that were begun and chunks that others gave: KV that has come, by the weights that
+        name it. Needs no lock."""
+        return self.num_saves + self._context.num_copied
+
+    @property
     def needs(self) -> Sequence[Need]:
         """See Strategy."""
         return self.strategy.needs
