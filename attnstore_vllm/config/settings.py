@@ -256,8 +256,8 @@ def _check_codecs(dram: str, nvme: NvmeConfig, audit: object) -> None:
         return
     if nvme.codec != NONE:
         raise ConfigError(
-            f"dram.codec is {dram} and nvme.codec {nvme.codec}; NVMe keeps the bytes that DRAM has, "
-            "so leave one of the two out"
+            f"dram.codec is {dram} and nvme.codec {nvme.codec}; NVMe keeps the bytes that DRAM "
+            "has, so leave one of the two out"
         )
     if audit is not False and audit != "off":
         raise ConfigError(

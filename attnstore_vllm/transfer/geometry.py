@@ -8,8 +8,8 @@ The ranks of a pipeline stage have its layers alone, and ranks count stage by st
 a record of it, has the parts of all stages: it is there as a whole, or it is no hit. Parts have one
 size, that of the stage with most; behind a smaller one are zero bytes.
 
-Where slots keep pages encoded (`is_encoded`), each has a *cell* of fixed size in place of its bytes:
-so where it is does not depend on what it holds. A page that does not fit in its cell is not stored.
+Where slots keep pages encoded (`is_encoded`), each has a *cell* of fixed size in place of its
+bytes: so where it is does not depend on what it holds. A page that does not fit is not stored.
 
 vLLM's KV cache groups draw *physical blocks* of one size from one pool, and lie over each other: a
 physical block is one page in each *region*, and layer i of every group is in region i. So copies

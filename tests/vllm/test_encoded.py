@@ -106,5 +106,5 @@ def test_only_bfloat16_is_encoded_and_on_a_cpu_alone() -> None:
     assert _encodes(cpu, kv_of("bfloat16"), config)
     assert not _encodes(cpu, kv_of("uint8"), config)
     assert not _encodes(cuda, kv_of("bfloat16"), StoreConfig.parse({**RAW, "nvme": nvme}))
-    with pytest.raises(ConfigError, match="KV is on a device of type cuda.*Set codec: none"):
+    with pytest.raises(ConfigError, match=r"KV is on a device of type cuda.*Set codec: none"):
         _encodes(cuda, kv_of("bfloat16"), config)

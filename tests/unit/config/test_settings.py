@@ -214,8 +214,8 @@ def test_dram_may_have_a_codec() -> None:
     shares = replace(config, data_parallel_size=4).share(3)
     assert (shares.dram_bytes, shares.dram_codec) == (16 << 30, "lossless")
     plain = StoreConfig.parse(MINIMAL)
-    for given in ({"size": "64GiB"}, {"size": "64GiB", "codec": "none"}):
-        assert StoreConfig.parse(MINIMAL | {"dram": given}) == plain
+    for dram in ({"size": "64GiB"}, {"size": "64GiB", "codec": "none"}):
+        assert StoreConfig.parse(MINIMAL | {"dram": dram}) == plain
 
 
 @pytest.mark.parametrize(
