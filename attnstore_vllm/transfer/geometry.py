@@ -36,9 +36,9 @@ from typing import Any
 
 SLOT_ALIGNMENT_BYTES = 4096
 ENCODING = "lossless/1"
-"""Of pages in cells: csrc/codec/page_codec.h. A change of what it writes needs another version."""
+"""The encoding of pages in cells, with its version: csrc/codec/page_codec.h."""
 _CELL_PERCENT = 74
-"""Of a page. Numbers around zero take 71, and each hundredth that has no code 0.5 more."""
+"""A cell has so much of a page. Numbers around zero take 71; each hundredth without a code, 0.5."""
 _CELL_ALIGNMENT_BYTES = 64
 
 
