@@ -135,7 +135,9 @@ std::size_t put_codes(const Group& top, std::size_t count, unsigned base, std::u
       (*escapes)[found++] = top[at + first_in(left)];
     }
     const std::uint64_t bits = packed(eight);
-    std::memcpy(out, &bits, kPackedBytes);
+    out[0] = static_cast<std::uint8_t>(bits);
+    out[1] = static_cast<std::uint8_t>(bits >> 8);
+    out[2] = static_cast<std::uint8_t>(bits >> 16);
   }
   return found;
 }
@@ -145,8 +147,9 @@ bool get_tops(const std::uint8_t* codes, std::size_t count, unsigned base,
               const std::uint8_t* escapes, std::size_t num_escapes, Group* top) {
   std::size_t found = 0;
   for (std::size_t at = 0; at < count; at += kPacked, codes += kPackedBytes) {
-    std::uint64_t bits = 0;
-    std::memcpy(&bits, codes, kPackedBytes);
+    // Not by memcpy into a word: that would be read before its bytes are together.
+    const std::uint64_t bits =
+        codes[0] | static_cast<std::uint64_t>(codes[1]) << 8 | static_cast<std::uint64_t>(codes[2]) << 16;
     const std::uint64_t eight = unpacked(bits);
     std::uint64_t left = escapes_in(eight);
     const std::uint64_t tops = (eight & ~(left * kEscape)) + base * kOnes;  // none beyond 255
