@@ -146,6 +146,7 @@ void heads_of_groups(std::mt19937_64& random) {
       bytes[bases + group] = static_cast<std::uint8_t>(number);
       CHECK(is_taken(bytes, &back) == (number <= 249));
       bytes = good;
+      bytes.resize(good.size() + 300);  // as in a cell
       bytes[bases + 2 + group] = static_cast<std::uint8_t>(number);
       CHECK(is_taken(bytes, &back) == (number == good[bases + 2 + group]));
     }
@@ -276,6 +277,18 @@ void copies_come_back_and_nothing_beside_them(std::mt19937_64& random) {
   }
 }
 
+/// A cell has the same bytes, whatever the thread has encoded before.
+void cells_have_zeros_behind(std::mt19937_64& random) {
+  World world(1, 512, random);
+  const EncodedCopier copier = world.copier();
+  std::fill_n(world.layers[0].begin(), world.page_bytes, std::uint8_t{0});
+  CHECK(copier.save({{0, 0, 0}}, {0, 1}).empty());
+  const Bytes alone(world.slots.begin(),
+                    world.slots.begin() + static_cast<std::ptrdiff_t>(world.cell_bytes));
+  CHECK(copier.save({{1, 0, 1}, {0, 0, 0}}, {0, 1}).empty());
+  CHECK(std::equal(alone.begin(), alone.end(), world.slots.begin()));
+}
+
 /// A page that does not fit is of no use, and the others of the call are.
 void what_does_not_fit_is_told(std::mt19937_64& random) {
   World world(1, 512, random);
@@ -331,6 +344,7 @@ int main(int argc, char** argv) {
   numbers_get_smaller(random);
   for (int i = 0; i < 2; ++i) {
     copies_come_back_and_nothing_beside_them(random);
+    cells_have_zeros_behind(random);
     what_does_not_fit_is_told(random);
     what_is_wrong_is_refused(random);
     attnstore::use_omp_parallel(three);
