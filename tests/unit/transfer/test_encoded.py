@@ -106,7 +106,16 @@ def test_layers_of_several_kinds() -> None:
     regions = tuple(TOKENS * heads * 2 * DIM * 2 for heads in sizes)
     groups = (Group(TOKENS, ("a", "b", "c")),)
     geometry = Geometry(1, regions, groups, WITHIN * TOKENS, is_encoded=True)
-    check_round_trip(World(geometry=geometry, sizes=sizes))
+    world = World(geometry=geometry, sizes=sizes)
+    slots = world.slots.copy()
+    check_round_trip(world)
+    assert np.array_equal(world.slots[[0, 2, 4]], slots[[0, 2, 4]])
+    for layer, block in ((0, 5), (2, 7)):  # of slots 3 and 1
+        bits = world.kv[layer][block].view(torch.int16)
+        bits[:] = (torch.arange(bits.numel()) * 31).reshape(bits.shape)
+    with pytest.raises(DoesNotFitError) as told:
+        world.save(table(*PAGES))
+    assert told.value.slots == {1, 3}
 
 
 def test_ranks_have_parts_of_their_own() -> None:
