@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from attnstore_vllm.errors import CopyError
+from attnstore_vllm.errors import CopyError, DoesNotFitError
 from attnstore_vllm.transfer.engine import CopyEngine, Pages, Rows, StreamEvent
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan, pages, tables_by_group
 
@@ -328,6 +328,7 @@ class Saves:
         self._freed: set[str] = set()
         self._finished: list[int] = []
         self._given_up: list[int] = []
+        self._has_warned = False
 
     def begin_step(
         self,
@@ -452,8 +453,24 @@ class Saves:
         plans, self._queued, self._queued_blocks = list(self._queued), deque(), 0
         if plans:
             table = pages(copy for plan in plans for copy in plan.copies)
-            self._engine.wait(self._engine.save(table, self._all))
-            self._finished += [plan.plan_id for plan in plans]
+            left_out: Collection[int] = ()
+            try:
+                self._engine.wait(self._engine.save(table, self._all))
+            except DoesNotFitError as error:
+                left_out = error.slots
+                self._warn_of_misfits()
+            for plan in plans:
+                is_whole = not any(copy.slot in left_out for copy in plan.copies)
+                (self._finished if is_whole else self._given_up).append(plan.plan_id)
+
+    def _warn_of_misfits(self) -> None:
+        """Once: a model whose KV does not fit at all would say it in each step."""
+        if not self._has_warned:
+            logger.warning(
+                "dram.codec: KV of some chunks does not fit in the room that DRAM has for encoded "
+                "KV; such chunks are not stored (event unsaved). Set codec: none if they are many"
+            )
+        self._has_warned = True
 
     def _poll(self) -> None:
         """Rows are free when all that was begun with them is over, whether it failed or not."""
