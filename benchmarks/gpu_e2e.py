@@ -193,7 +193,7 @@ def main() -> int:
             found[name] = row.to_json()
             result = {"machine": here, "cases": [found[n] for n in NAMES if n in found]}
             _write(out, result)
-    return _tell(args, result, [found[name] for name in asked])
+    return tell(args, result, [found[name] for name in asked])
 
 
 def _write(out: Path | None, result: dict[str, Any]) -> None:
@@ -205,7 +205,7 @@ def _write(out: Path | None, result: dict[str, Any]) -> None:
         partial.replace(out)
 
 
-def _tell(args: argparse.Namespace, result: dict[str, Any], rows: list[dict[str, Any]]) -> int:
+def tell(args: argparse.Namespace, result: dict[str, Any], rows: list[dict[str, Any]]) -> int:
     """The exit status."""
     print(json.dumps(result) if args.json else f"{result['machine']}\n\n{show(rows)}")
     outcomes = {row["outcome"] for row in rows}
@@ -225,7 +225,7 @@ def _quick(args: argparse.Namespace, here: dict[str, Any], out: Path | None) -> 
     with tempfile.TemporaryDirectory(prefix="attnstore-e2e-", dir="/var/tmp") as directory:
         setup = _setup(args, Path(directory))
         Quick(setup, args.budget, Need(hbm, shm), total, wrote).run()
-    return _tell(args, result, result["cases"])
+    return tell(args, result, result["cases"])
 
 
 def _hbm() -> tuple[int, int]:

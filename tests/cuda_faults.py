@@ -80,25 +80,16 @@ FAULTS = (
     ),
     Fault(
         "a span of the read buffer is filled before it was read", READS,
-        "self._fills.wait_event(event)", "pass",
+        "self.fills.wait_event(event)", "pass",
     ),
     Fault(
         "a scatter does not wait for its fill", READS,
-        "self._loads.wait_event(self._fills.record_event())", "self._fills.record_event()",
-    ),
-    Fault(
-        "a span is said to be read when another is", READS,
-        "self._until[span] = self._loads.record_event()",
-        "self._until[span - 1] = self._loads.record_event()",
+        "self._loads.wait_event(self.fills.record_event())", "self.fills.record_event()",
     ),
     Fault(
         "a fill waits for the scatter before the last of its span", READS,
         "self._until[span] = self._loads.record_event()",
         "self._until[span] = self._until[span] or self._loads.record_event()",
-    ),
-    Fault(
-        "refused fills are not waited for", READS,
-        "        self._fills.synchronize()", "        pass",
     ),
     # ---- order, tables, failures
     Fault(

@@ -3,7 +3,7 @@
 
 Three streams of ours, for loads, for saves and for what fills the read buffer; the model's own
 gathers into the write buffer.
-docs/overlap.md says which stream waits for what.
+docs/overlap.md says which stream waits for what. It is long since it has all these waits.
 
 Priorities. In CUDA a lower number is a higher priority, 0 is the lowest there is, and 0 is what
 PyTorch, and so the model, has if no other is asked for. So ours are equal to such a model's
@@ -126,7 +126,7 @@ class CudaEngine:
             self._arrays: list[torch.Tensor] = []
             """Numbers that native code reads in HBM."""
             self._loads, self._saves, fills = self._make_streams()
-            self._read_buffer = make_read_buffer(
+            self.read_buffer = make_read_buffer(
                 self._device, read_size, self.rules, fills, self._loads
             )
             self._copiers = [self._make_copier(i, of_kind) for i, of_kind in enumerate(numbers)]
@@ -176,7 +176,7 @@ class CudaEngine:
                 self._loads_after, start = after, None
             if start is None:
                 start = self._load_times.start(self._loads)
-                self._read_buffer.comes_after(start)
+                self.read_buffer.comes_after(start)
             self._copy(Copy.LOAD, pages, _NO_ROWS, layers, self._loads)
             stop = self._load_times.stop(start, self._loads, num_bytes)
             self._load_ended = stop
@@ -269,11 +269,7 @@ class CudaEngine:
             logger.error("the GPU could not complete its copies: %s", error)
         self._pool.close()
         self._tables.clear()
-        del self._buffer, self._read_buffer
-
-    @property
-    def has_read_buffer(self) -> bool:
-        return self._read_buffer.size.num_spans > 0
+        del self._buffer, self.read_buffer
 
     # ---- one copy ----------------------------------------------------------------------
 
@@ -290,7 +286,7 @@ class CudaEngine:
             of_kind = kind.within(layers)
             for part in parts if of_kind else ():
                 if rule.method is Method.BUFFER:
-                    self._read_buffer.give(copier, rule, part, of_kind, ring)
+                    self.read_buffer.give(copier, rule, part, of_kind, ring)
                     continue
                 if rule.method is Method.DMA:
                     is_early = rule.order is Order.ANY
@@ -324,7 +320,7 @@ class CudaEngine:
         may still read slots for it."""
         try:
             stream.synchronize()
-            self._read_buffer.synchronize()
+            self.read_buffer.synchronize()
         except RuntimeError:
             logger.debug("the stream of a failed copy has failed as well")
         return FailedEvent(copy_error(error))
@@ -355,7 +351,7 @@ class CudaEngine:
         before = sum(self._geometry.regions[: self._kinds[number].first])
         rows_base = self._buffer.data_ptr() + self.num_rows * before
         shape = self._native.PageShape(**numbers, rows_base=rows_base, num_rows=self.num_rows)
-        spans = self._native.ReadSpans(*self._read_buffer.place())
+        spans = self._native.ReadSpans(*self.read_buffer.place())
         arrays = self._native.PageCopier.arrays_of(shape, spans)
         return self._native.PageCopier(shape, spans, **self._on_device(arrays))
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadSize(NamedTuple):
-    """Of a read buffer."""
+    """The size of a read buffer."""
 
     num_spans: int
     span_bytes: int
@@ -61,7 +61,7 @@ class ReadBuffer:
         loads: torch.cuda.Stream,
     ) -> None:
         self.size = size
-        self._fills = fills
+        self.fills = fills
         self._memory = memory
         self._loads = loads
         self._until: list[torch.cuda.Event | None] = [None] * size.num_spans
@@ -90,15 +90,15 @@ class ReadBuffer:
         copier.bring(part.native, staged.device, staged.host, loads)
         ring.was_given()
         if self._start is not None:
-            self._fills.wait_event(self._start)
+            self.fills.wait_event(self._start)
             self._start = None
         for layer in layers:
             for fill in part.fills:
                 span = self._take()
                 copier.fill(
-                    fill.native, layer, span, rule.order is Order.ANY, self._fills.cuda_stream
+                    fill.native, layer, span, rule.order is Order.ANY, self.fills.cuda_stream
                 )
-                self._loads.wait_event(self._fills.record_event())
+                self._loads.wait_event(self.fills.record_event())
                 copier.scatter(
                     part.native,
                     layer,
@@ -116,12 +116,12 @@ class ReadBuffer:
         read it."""
         span, self._next = self._next, (self._next + 1) % len(self._until)
         if (event := self._until[span]) is not None:
-            self._fills.wait_event(event)
+            self.fills.wait_event(event)
         return span
 
     def synchronize(self) -> None:
         """Return when no fill is in flight."""
-        self._fills.synchronize()
+        self.fills.synchronize()
 
 
 def make_read_buffer(

@@ -238,6 +238,8 @@ class Quick:
             outcome, why = "skipped", str(reason)
         except Exception as error:  # the next step may work
             kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
+            if self._left_s() <= 0:  # its servers were ended
+                kind = f"the {self.budget_s:.0f} s were over in it: {kind}"
             outcome, why = "failed", f"{kind}{error}"[-1500:]
         row.seconds = time.monotonic() - began
         self._put(name, outcome, why)

@@ -17,7 +17,7 @@ from benchmarks.e2e.answers import NotHere, Tried, Wrong
 from benchmarks.e2e.cases import ON_CPU, ON_GPU, Case
 from benchmarks.e2e.figures import Figure, Row
 from benchmarks.e2e.hits import Room, tiers
-from benchmarks.e2e.quick import OVER, Quick
+from benchmarks.e2e.quick import OF_A_PROCESS, OVER, Quick
 from benchmarks.e2e.serving import Deadline
 from benchmarks.e2e.sides import Need, Planned, waves
 from benchmarks.e2e.speeds import Speeds
@@ -130,7 +130,7 @@ def test_what_the_budget_has_no_time_for_is_not_run_and_says_so(setup: FakeSetup
     assert rows["nvme eager"].outcome == "not run"
     found = [row.to_json() for row in rows.values()]
     args = argparse.Namespace(json=True)
-    assert gpu_e2e._tell(args, {"machine": {}, "cases": found}, found) == 1
+    assert gpu_e2e.tell(args, {"machine": {}, "cases": found}, found) == 1
 
 
 def test_a_run_that_ends_within_its_hits_says_which_it_had_no_time_for(setup: FakeSetup) -> None:
@@ -230,8 +230,8 @@ def test_servers_that_never_fit_are_skipped_with_their_sizes(setup: FakeSetup) -
 
 
 def test_timed_servers_that_fit_one_by_one_have_hits_and_no_throughput(setup: FakeSetup) -> None:
-    need = Quick(setup, 480.0, PLENTY, 0, Written())._timing()[0].need
-    rows, _ = run(setup, room=Need(int(1.5 * need.hbm), 1 << 50))
+    one = OF_A_PROCESS + (1 << 30)  # and less than a GiB for its model
+    rows, _ = run(setup, room=Need(one, 1 << 50))
     assert rows["hits attnstore"].outcome == rows[OVER].outcome == "ok"
     assert rows["throughput"].outcome == "not run"
     assert rows["throughput"].why == "its servers do not fit beside each other"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, only
 from attnstore_vllm.transfer.cuda_read_buffer import READ_SIZE, ReadSize
 from tests.cuda_helpers import CudaRig
@@ -37,6 +38,12 @@ def rank_of(fake: FakeGpu, read_size: ReadSize, kv: KvKind = KV) -> Rank:
     for pages in rank.pages:
         pages[:] = random.integers(0, 256, pages.shape, np.uint8)
     return rank
+
+
+def copier_of(engine: CudaEngine) -> Any:
+    """Of the one kind of pages."""
+    (copier,) = engine._copiers
+    return copier
 
 
 def all_pages() -> Any:
@@ -73,7 +80,7 @@ def test_a_fill_and_a_scatter_for_each_layer_and_span(
 def test_runs_are_as_long_as_a_chunks_layer(fake: FakeGpu) -> None:
     """Of scattered blocks whose heads lie apart, DMA has a run for each head of each block."""
     rank, native = rank_of(fake, ReadSize(2, 48 * KV.block_bytes)), native_module()
-    (copier,), pages = rank.engine._copiers, all_pages()
+    copier, pages = copier_of(rank.engine), all_pages()
     direct = copier.prepare(native.Copy.LOAD, pages, np.empty(0, np.int64))
     through = copier.prepare(native.Copy.FILL, pages, np.arange(len(pages)))
     assert direct.num_runs == CHUNKS * WITHIN * KV.heads
@@ -86,7 +93,7 @@ def test_a_fill_goes_beside_the_scatter_before_it_and_waits_for_its_span_alone(
 ) -> None:
     rig = CudaRig(fake, rules=THROUGH, read_size=ReadSize(2, 2 * PAGE_BYTES))
     pages = table((0, 0, 1), (1, 0, 2))
-    fills: Any = rig.cuda._read_buffer._fills
+    fills: Any = rig.cuda.read_buffer.fills
     waits = fake.count("cuStreamWaitEvent")
     mark = rig.engine.mark()
     for layer in ALL:
@@ -94,7 +101,7 @@ def test_a_fill_goes_beside_the_scatter_before_it_and_waits_for_its_span_alone(
     # The mark; the first fill for what the load has waited for; each scatter for its fill; and each
     # fill for what has read its span last.
     assert fake.count("cuStreamWaitEvent") - waits == 1 + 1 + LAYERS + LAYERS
-    assert fills.pending and rig.cuda._loads.pending
+    assert fills.pending
     fake.synchronize()
     assert np.array_equal(rig.hbm()[:, 1], rig.pages[0, :, 0])
 
@@ -113,9 +120,9 @@ def test_the_time_of_a_load_has_not_what_it_waited_for(fake: FakeGpu) -> None:
 
 def test_without_a_rule_there_is_no_buffer_and_no_call_more(fake: FakeGpu) -> None:
     rig = CudaRig(fake, rules=RULES, read_size=None)
-    assert not rig.cuda.has_read_buffer
+    assert not rig.cuda.read_buffer.size.num_spans
     rig = CudaRig(fake, rules=RULES)
-    assert rig.cuda.has_read_buffer
+    assert rig.cuda.read_buffer.size.num_spans
     mark = rig.engine.mark()
     waits = fake.count("cuStreamWaitEvent")
     rig.engine.load(table((0, 0, 1)), ALL, mark)
@@ -124,8 +131,8 @@ def test_without_a_rule_there_is_no_buffer_and_no_call_more(fake: FakeGpu) -> No
 
 def test_a_rule_brings_the_buffer_and_it_is_bounded(fake: FakeGpu) -> None:
     rig = CudaRig(fake, rules={**RULES, Copy.LOAD: (Rule(0, Method.BUFFER),)}, read_size=None)
-    assert rig.cuda.has_read_buffer
-    assert rig.cuda._read_buffer.size == READ_SIZE
+    assert rig.cuda.read_buffer.size.num_spans
+    assert rig.cuda.read_buffer.size == READ_SIZE
     assert READ_SIZE.num_bytes == 64 << 20
 
 
@@ -134,7 +141,7 @@ def test_where_hbm_has_no_room_loads_go_without_it(
 ) -> None:
     fake.fail("cuMemAlloc_v2", after=1)  # behind the write buffer
     rig = CudaRig(fake, rules=THROUGH)
-    assert not rig.cuda.has_read_buffer
+    assert not rig.cuda.read_buffer.size.num_spans
     assert "of HBM are not free for the read buffer" in caplog.text
     before = fake.count(BATCH)
     rig.engine.wait(rig.engine.load(table((0, 0, 1)), ALL))
@@ -169,7 +176,7 @@ def test_what_does_not_exist_is_refused(
     fake: FakeGpu, layer: int, first: int, count: int, span: int
 ) -> None:
     rig, native = CudaRig(fake), native_module()
-    (copier,), pages, rows = rig.cuda._copiers, table((0, 0, 1), (1, 0, 2)), np.arange(2)
+    copier, pages, rows = copier_of(rig.cuda), table((0, 0, 1), (1, 0, 2)), np.arange(2)
     scatter = copier.prepare(native.Copy.SCATTER, pages, rows)
     with pytest.raises(IndexError):
         copier.scatter(scatter, layer, first, count, span, 0, 1, 0)

@@ -3,6 +3,8 @@
 
 Goal: a slot gets the bytes that its blocks had when they were computed, whoever gets the blocks
 after that; a row is used again only when it has been read; what became of a save is said once.
+
+It is long since one bench serves all of it.
 """
 
 from __future__ import annotations
