@@ -17,7 +17,7 @@ import torch
 
 from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_read_buffer, cuda_tables
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
-from attnstore_vllm.transfer.cuda_methods import Copy, Method, Order, Rule, Rules
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rule, Rules
 from attnstore_vllm.transfer.cuda_read_buffer import NO_SPANS, ReadSize
 from attnstore_vllm.transfer.cuda_tables import TableRing
 from attnstore_vllm.transfer.engine import Rotation
@@ -133,8 +133,8 @@ def draw_rules(random: Random) -> Rules:
         first, last = random.choice(list(Method)), random.choice(list(Method))
         limit = random.choice([1, 32, 256])
         found[copy] = (
-            Rule(limit, first, random.randint(1, 4), random.choice(list(Order))),
-            Rule(0, last, random.randint(1, 4), random.choice(list(Order))),
+            Rule(limit, first, random.randint(1, 4), random.choice(list(ReadOrder))),
+            Rule(0, last, random.randint(1, 4), random.choice(list(ReadOrder))),
         )
     return found
 

@@ -29,7 +29,7 @@ from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_batches import Batch, make_batch
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
 from attnstore_vllm.transfer.cuda_kernels import load_kernels, native_module
-from attnstore_vllm.transfer.cuda_methods import Copy, Method, Order, Rules, find_rules
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rules, find_rules
 from attnstore_vllm.transfer.cuda_moves import TokenMover
 from attnstore_vllm.transfer.cuda_pool import LockedPool
 from attnstore_vllm.transfer.cuda_read_buffer import ReadSize, make_read_buffer
@@ -289,7 +289,7 @@ class CudaEngine:
                     self.read_buffer.give(copier, rule, part, of_kind, ring)
                     continue
                 if rule.method is Method.DMA:
-                    is_early = rule.order is Order.ANY
+                    is_early = rule.order is ReadOrder.ANY
                     copier.by_dma(part.native, of_kind.start, of_kind.stop, is_early, handle)
                     continue
                 staged = ring.stage(part.words, handle)

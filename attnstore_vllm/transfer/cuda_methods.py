@@ -53,7 +53,7 @@ class Method(Enum):
     BUFFER = "buffer"
 
 
-class Order(Enum):
+class ReadOrder(Enum):
     """When the sources of a load by DMA may be read. A save's are read in the stream's order: the
     model writes them."""
 
@@ -71,7 +71,7 @@ class Rule:
     method: Method
     thread_blocks: int = 24
     """CTAs of 128 threads each; up to sixteen of them go on one multiprocessor."""
-    order: Order = Order.ANY
+    order: ReadOrder = ReadOrder.ANY
 
     def __post_init__(self) -> None:
         assert self.from_run_bytes >= 0
@@ -117,7 +117,7 @@ def choose(rules: Rules, copy: Copy, run_bytes: float) -> Rule:
     return next(rule for rule in rules[copy] if run_bytes >= rule.from_run_bytes)
 
 
-def only(method: Method, thread_blocks: int = 24, order: Order = Order.ANY) -> Rules:
+def only(method: Method, thread_blocks: int = 24, order: ReadOrder = ReadOrder.ANY) -> Rules:
     """Rules that move everything by `method`, except gathers, which stay as they are; what is saved
     goes by DMA where loads go through the read buffer."""
     across = (Rule(0, method, thread_blocks, order),)
@@ -202,7 +202,7 @@ def rules_of(found: Any) -> Rules:
     for name, some in found.items():
         try:
             rules[Copy[name]] = tuple(
-                Rule(int(length), Method(method), int(blocks), *map(Order, rest))
+                Rule(int(length), Method(method), int(blocks), *map(ReadOrder, rest))
                 for length, method, blocks, *rest in some
             )
         except (TypeError, ValueError, AssertionError) as error:

@@ -21,7 +21,7 @@ import torch
 
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.transfer.cuda_batches import BatchPart
-from attnstore_vllm.transfer.cuda_methods import Copy, Method, Order, Rule, Rules
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rule, Rules
 from attnstore_vllm.transfer.cuda_tables import TableRing
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ReadBuffer:
         return self._memory.data_ptr(), self.size.span_bytes, self.size.num_spans
 
     def comes_after(self, event: torch.cuda.Event) -> None:
-        """What is filled from here on."""
+        """Begin what is filled from here on behind this."""
         self._start = event
 
     def give(
@@ -96,7 +96,7 @@ class ReadBuffer:
             for fill in part.fills:
                 span = self._take()
                 copier.fill(
-                    fill.native, layer, span, rule.order is Order.ANY, self.fills.cuda_stream
+                    fill.native, layer, span, rule.order is ReadOrder.ANY, self.fills.cuda_stream
                 )
                 self._loads.wait_event(self.fills.record_event())
                 copier.scatter(

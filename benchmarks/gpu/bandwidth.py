@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from attnstore_vllm.transfer.cuda_methods import Method, Order, Rules, only
+from attnstore_vllm.transfer.cuda_methods import Method, ReadOrder, Rules, only
 from attnstore_vllm.transfer.cuda_read_buffer import READ_SIZE
 from attnstore_vllm.transfer.worker_copies import LAYERS_A_SAVE
 from benchmarks.gpu.rig import KvRig, KvShape, Row, begin_seconds, in_turn
@@ -21,7 +21,7 @@ from benchmarks.gpu.rig import KvRig, KvShape, Row, begin_seconds, in_turn
 AT_LEAST = 0.95
 WAYS: dict[str, Rules] = {
     "DMA": only(Method.DMA),
-    "DMA in the stream's order": only(Method.DMA, order=Order.STREAM),
+    "DMA in the stream's order": only(Method.DMA, order=ReadOrder.STREAM),
     "read buffer": only(Method.BUFFER),
     **{f"kernel, {n} blocks": only(Method.KERNEL, n) for n in (8, 16, 24, 48)},
 }

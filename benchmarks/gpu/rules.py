@@ -21,7 +21,7 @@ from attnstore_vllm.transfer.cuda_methods import (
     RULES,
     Copy,
     Method,
-    Order,
+    ReadOrder,
     Rule,
     Rules,
     keep_rules,
@@ -35,7 +35,7 @@ CLOSE = 1.05
 SHAPES = tuple(
     KvShape(f"{2 * heads} KiB runs", 16, heads, head_dim=32) for heads in (1, 2, 4, 8, 16, 32, 64)
 )
-DMA = tuple(Rule(0, Method.DMA, order=order) for order in Order)
+DMA = tuple(Rule(0, Method.DMA, order=order) for order in ReadOrder)
 KERNEL = tuple(Rule(0, Method.KERNEL, blocks) for blocks in THREAD_BLOCKS)
 BUFFER = tuple(Rule(0, Method.BUFFER, blocks) for blocks in (16, 32))
 

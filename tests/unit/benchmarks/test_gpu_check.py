@@ -19,7 +19,7 @@ from attnstore_vllm.transfer.cuda_methods import (
     RULES,
     Copy,
     Method,
-    Order,
+    ReadOrder,
     Rule,
     find_rules,
     keep_rules,
@@ -222,10 +222,10 @@ def test_the_measured_table_goes_by_what_is_never_slower(
 
 
 @pytest.mark.parametrize(
-    ("in_order", "order"), [(1.0, Order.ANY), (0.9, Order.STREAM), (1.1, Order.ANY)]
+    ("in_order", "order"), [(1.0, ReadOrder.ANY), (0.9, ReadOrder.STREAM), (1.1, ReadOrder.ANY)]
 )
 def test_the_order_that_is_faster_is_in_the_table(
-    tmp_path: Path, in_order: float, order: Order
+    tmp_path: Path, in_order: float, order: ReadOrder
 ) -> None:
     slow, fast = (dict.fromkeys(rules.KERNEL, seconds) for seconds in (9.0, 0.1))
     by_dma = {**others(1.0), **dict(zip(rules.DMA, (1.0, in_order), strict=True))}

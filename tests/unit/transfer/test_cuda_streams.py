@@ -11,7 +11,7 @@ import torch
 
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer import cuda_events, cuda_tables
-from attnstore_vllm.transfer.cuda_methods import RULES, Method, Order, only
+from attnstore_vllm.transfer.cuda_methods import RULES, Method, ReadOrder, only
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
 from attnstore_vllm.transfer.worker_copies import LAYERS_A_SAVE, Loads, Saves
 from tests.cuda_helpers import METHODS, CudaRig
@@ -324,8 +324,8 @@ def test_saves_leave_in_few_calls(
     rank.engine.close()
 
 
-@pytest.mark.parametrize("order", Order)
-def test_the_rule_says_when_the_slots_of_a_load_may_be_read(order: Order) -> None:
+@pytest.mark.parametrize("order", ReadOrder)
+def test_the_rule_says_when_the_slots_of_a_load_may_be_read(order: ReadOrder) -> None:
     """In the stream's order none is read before its time; else some are."""
     early = 0
     for seed in range(12):
@@ -340,4 +340,4 @@ def test_the_rule_says_when_the_slots_of_a_load_may_be_read(order: Order) -> Non
             rig.engine.wait(event)
             early += not bool((rig.hbm()[:, [1, 2]] == 7).all())
             rig.engine.close()
-    assert early == 0 if order is Order.STREAM else early > 0
+    assert early == 0 if order is ReadOrder.STREAM else early > 0
