@@ -27,7 +27,7 @@ class Fill(NamedTuple):
     """A PageBatch of _native_cuda."""
     first: int
     """In the part."""
-    count: int
+    num_pages: int
 
 
 class BatchPart(NamedTuple):

@@ -103,7 +103,7 @@ class ReadBuffer:
                     part.native,
                     layer,
                     fill.first,
-                    fill.count,
+                    fill.num_pages,
                     span,
                     staged.device,
                     rule.thread_blocks,

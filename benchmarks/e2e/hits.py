@@ -125,22 +125,23 @@ class Histories:
         asked = self.size.pairs * self.tokens
         share = (after["found"] - before["found"]) / asked
         medians = {kind: round(statistics.median(ms), 2) for kind, ms in times.items()}
-        detail = {
+        loaded = {tier: after[tier] - before[tier] for tier in ("dram", "nvme")}
+        detail: dict[str, Any] = {
             "ttft_ms": {"computed": round(statistics.median(self.computed_ms), 2), **medians},
             "tokens": self.tokens,
             "new": new,
             "decoders": decoders,
             "hits": self.size.pairs,
             "found": round(share, 3),
-            "loaded_tokens": {tier: after[tier] - before[tier] for tier in ("dram", "nvme")},
+            "loaded_tokens": loaded,
             "all_ms": {kind: [round(v, 2) for v in ms] for kind, ms in times.items()},
         }
         if all(pauses.values()):
             detail["step_ms"] = {k: round(statistics.mean(v), 3) for k, v in pauses.items()}
         beside = f" beside {decoders} that generate" if decoders else ""
         name = f"DRAM hit over HBM hit, {self.tokens} tokens and {new} new{beside}"
-        if share < FOUND or detail["loaded_tokens"]["nvme"] > (1 - FOUND) * asked:
-            raise Wrong(f"{name}: {share:.0%} of the history was found, {detail['loaded_tokens']}")
+        if share < FOUND or loaded["nvme"] > (1 - FOUND) * asked:
+            raise Wrong(f"{name}: {share:.0%} of the history was found, {loaded}")
         ratio = statistics.median(times["DRAM"]) / statistics.median(times["HBM"])
         return Figure(name, ratio, "dram_over_hbm", detail)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_a_disk_that_has_no_room_for_that_skips_what_is_timed(
     setup: FakeSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = type("Usage", (), {"free": 3 << 30})
-    monkeypatch.setattr(hits.shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(NotHere, match=r"2\.5GiB of NVMe, 2.5 times DRAM, are needed"):
         tiers(1 << 30, setup.work)
     assert tiers(1 << 20, setup.work)[0]["nvme"] == {"capacity": str(5 << 19)}
