@@ -37,6 +37,9 @@ LAYERS_BEFORE_PASS = 4
 """Layers of a step's loads that are given to the device before its forward pass is launched. Its
 hooks give the others, each so many layers before it is read: a DMA call costs the host 0.5 us a
 run, which would hold up the launch of a pass that takes longer than the copies."""
+LAYERS_A_SAVE = 8
+"""Layers that are gathered and drained together: fewer and larger calls than one for each layer,
+while one group still leaves beside the gather, or the computing, of the next."""
 
 
 @dataclass(slots=True, eq=False)
@@ -301,6 +304,8 @@ class _Batch:
     rows: Rows
     next_layer: int = 0
     """Those before it are gathered."""
+    computed: int = 0
+    """Those before it are computed."""
     events: list[StreamEvent] = field(default_factory=list)
     """Ends of the drains that are not over, in their order."""
     has_failed: bool = False
@@ -312,12 +317,20 @@ class Saves:
 
     Args:
         queue_blocks: how many blocks may wait for rows; a save beyond that is given up.
+        layers_a_save: how many layers are gathered and drained together.
     """
 
-    def __init__(self, engine: CopyEngine, num_layers: int, queue_blocks: int) -> None:
+    def __init__(
+        self,
+        engine: CopyEngine,
+        num_layers: int,
+        queue_blocks: int,
+        layers_a_save: int = LAYERS_A_SAVE,
+    ) -> None:
         self._engine = engine
         self._all = range(num_layers)
         self._queue_blocks = queue_blocks
+        self._layers_a_save = layers_a_save
         self._queued: deque[TransferPlan] = deque()
         self._queued_blocks = 0
         self._this_step: _Batch | None = None
@@ -364,8 +377,13 @@ class Saves:
     def layer_computed(self, layer: int) -> None:
         """The forward pass has written this layer of all blocks of this step's saves."""
         batch = self._this_step
-        if batch is not None and layer == batch.next_layer:
-            self._move(batch, range(layer, layer + 1))
+        if batch is None or layer != batch.computed:
+            return
+        batch.computed += 1
+        if batch.computed - batch.next_layer == self._layers_a_save or batch.computed == len(
+            self._all
+        ):
+            self._move(batch, range(batch.next_layer, batch.computed))
 
     def end_step(self, finished: Sequence[str]) -> None:
         """After the forward pass.
@@ -374,8 +392,8 @@ class Saves:
             finished: requests that have ended, whose blocks vLLM keeps until take_freed().
         """
         batch, self._this_step = self._this_step, None
-        if batch is not None and batch.next_layer < len(self._all):
-            self._move(batch, self._all[batch.next_layer :])
+        if batch is not None:
+            self._move_rest(batch)
         if self._leaving:
             self._poll()
         if self._queued:
@@ -439,7 +457,12 @@ class Saves:
             return
         batch = self._take_batch()
         if batch is not None:
-            self._move(batch, self._all)
+            self._move_rest(batch)
+
+    def _move_rest(self, batch: _Batch) -> None:
+        """All layers that are left, which are computed."""
+        for first in range(batch.next_layer, len(self._all), self._layers_a_save):
+            self._move(batch, self._all[first : first + self._layers_a_save])
 
     def _move(self, batch: _Batch, layers: range) -> None:
         """Gather these layers, and begin to drain them."""
