@@ -31,8 +31,7 @@ else
 endif
 
 check: lint
-	@$(PYTEST) tests --ignore=tests/vllm
-	@$(PYTEST) tests/vllm
+	@$(PYTEST) tests --ignore=tests/vllm; first=$$?; $(PYTEST) tests/vllm && exit $$first
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -27,6 +27,8 @@ SOURCES += ["rotate/page_rotator", "rotate/moved_tokens", "rotate/rotate_block"]
 SOURCES += ["rotate/rotate_block_avx2", "rotate/rotate_block_avx512", "rotate/rotate_block_bf16"]
 SOURCES += [
     "bind/bind_codec",
+    "bind/bind_encoded",
+    "copy/encoded_copier",
     *(f"codec/{path.stem}" for path in sorted(Path("csrc/codec").glob("*.cpp"))),
 ]
 SOURCES += ["content/content_index", "content/content_find", "content/content_anchors"]

@@ -11,6 +11,7 @@ AttnStoreError
                        they said they had
   CopyError            the device failed a copy   the save is dropped, the load's tokens are
                        between HBM and DRAM       prefilled; see transfer/worker_copies.py
+    DoesNotFitError    pages have too many bytes  the save is dropped
 
 Absence (a miss, no room for a save) is a value and never an error. A lost chunk costs a
 prefill; a wrong chunk costs the answer, so nothing here is ever retried into a hit.
@@ -55,6 +56,18 @@ class GoneError(AttnStoreError):
 
 class CopyError(AttnStoreError):
     """A copy between HBM and DRAM failed: what it wrote is not to be used."""
+
+
+class DoesNotFitError(CopyError):
+    """Encoded pages have more bytes than their cells of a slot (transfer/geometry.py).
+
+    Args:
+        slots: whose content is not to be used; the other ones of the copy are right.
+    """
+
+    def __init__(self, slots: frozenset[int]) -> None:
+        super().__init__(f"pages of {len(slots)} slots do not fit in their cells")
+        self.slots = slots
 
 
 class CorruptRecordError(AttnStoreError):

@@ -18,8 +18,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ def why_not() -> str | None:
     return _native_cuda.why_no_driver() or None
 
 
-def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
+def parts(size: Size) -> dict[str, Callable[[], Iterable[Row]]]:
+    """What each part measures, row by row."""
     import torch  # noqa: PLC0415
 
     from benchmarks.gpu import (  # noqa: PLC0415
@@ -89,18 +91,18 @@ def parts(size: Size) -> dict[str, Callable[[], list[Row]]]:
     return {
         "bytes": lambda: correctness.measure(device, size.rounds),
         "rules": lambda: rules.measure(size.tokens, size.rounds),
-        "speed": lambda: [
+        "speed": lambda: (
             row for shape in shapes for row in bandwidth.measure(shape, size.tokens, size.rounds)
-        ],
-        "beside": lambda: [
+        ),
+        "beside": lambda: (
             row
             for shape in shapes
             for row in beside.measure(shape, size.tokens, size.rounds, size.product)
-        ],
-        "moves": lambda: [
-            *moved_numbers.measure(device, size.rounds),
-            *(row for shape in shapes for row in moves.measure(shape, size.tokens, size.rounds)),
-        ],
+        ),
+        "moves": lambda: chain(
+            moved_numbers.measure(device, size.rounds),
+            (row for shape in shapes for row in moves.measure(shape, size.tokens, size.rounds)),
+        ),
         "logits": lambda: first_logits.measure(model, size.history, size.new, size.rounds),
     }
 
@@ -136,6 +138,17 @@ def _link() -> str:
     return told.stdout.strip()
 
 
+def write(path: Path, head: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The result so far; it replaces the file, whole. A run that is ended leaves its rows, and
+    "parts" says what it was to measure."""
+    result = {**head, "rows": [row.to_json() for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+    return result
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Copies between HBM and DRAM, on a GPU.")
     parser.add_argument("--small", action="store_true", help="for GPUs with little memory")
@@ -148,13 +161,16 @@ def main() -> int:
         print(f"gpu-check: {missing}; nothing was measured", file=sys.stderr)
         return 2
     rows: list[Row] = []
+    asked = [name for name in PARTS if args.only is None or name in args.only]
+    head = {"machine": machine(), "is_small": args.small, "parts": asked}
     for name, measure in parts(SMALL if args.small else FULL).items():
-        if args.only is None or name in args.only:
+        if name in asked:
             print(f"gpu-check: {name} ...", file=sys.stderr, flush=True)
-            rows += measure()
-    result = {"machine": machine(), "is_small": args.small, "rows": [row.to_json() for row in rows]}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+            for row in measure():
+                rows.append(row)
+                write(args.out, head, rows)
+                print(f"gpu-check: {' | '.join(filter(None, row.cells()))}", file=sys.stderr)
+    result = write(args.out, head, rows)
     if args.json:
         print(json.dumps(result))
     else:

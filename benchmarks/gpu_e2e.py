@@ -2,6 +2,7 @@
 """Real `vllm serve` with the store and without: the same answers, and what a hit costs.
 
     make gpu-e2e ARGS="[--cpu] [--only NAME ...] [--json] [--out FILE] [--small] [--list]"
+    make gpu-e2e ARGS="--quick [--budget SECONDS] [--cpu] [--json] [--out FILE] [--small]"
 
 With the Python that has PyTorch for CUDA, vLLM and this package (GPU_PYTHON, else python3). Without
 one of them it says so in one line and ends with 2; with 1 if a case failed, or none was right. A
@@ -11,7 +12,10 @@ A case is a way to start the server. Each is asked computed, from DRAM, in crowd
 HBM in which some go away, and after a restart from NVMe. The last three cases measure. A case that
 does not end in its time is ended, with its servers; those after it are tried all the same. After
 each case the results are written: to results/gpu.json, from which tools/readme_results.py makes
-the README's table. A run with --only keeps what is there of the same machine and versions.
+the README's table; cases that are still to come are there as "not run". A run with --only keeps
+what is there of the same machine and versions.
+
+--quick is one run in 480 seconds (benchmarks/e2e/quick.py), written to results/gpu_quick.json.
 
 --cpu runs the cases that the CPU build has, with tiny models. --wrong-bytes plants one wrong bit
 in each load: then cases have to fail.
@@ -27,18 +31,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from attnstore_lab.bench.environment import machine
-from attnstore_lab.bench.summary import table
 from attnstore_lab.testing.tiny_model import make_model
+from attnstore_vllm.preflight import SHM_DIR, memory_available, shared_memory
 from benchmarks import gpu_check
 from benchmarks.e2e.answers import Answers, NotHere, Prompted, Tried, Wrong
 from benchmarks.e2e.cases import CASES, LLAMA_1B, ON_CPU, ON_GPU, SWITCHED
+from benchmarks.e2e.figures import Row, show
+from benchmarks.e2e.quick import BUDGET_S, Quick
 from benchmarks.e2e.serving import Deadline, Late, Setup
-from benchmarks.e2e.speeds import Figure, Speeds
+from benchmarks.e2e.sides import Need
+from benchmarks.e2e.speeds import Got, Speeds
 from benchmarks.server import ServerError, is_cpu_build, vllm_command
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -46,31 +53,7 @@ MEASURED: Final = ("hits", "throughput", "copies")
 NAMES: Final = (*CASES, *MEASURED)
 DEADLINE_S: Final = 1_200.0
 MISSING: Final = 2
-
-
-@dataclass(slots=True)
-class Row:
-    """The outcome of one case."""
-
-    name: str
-    outcome: str = "ok"
-    """ok, failed or skipped."""
-    why: str = ""
-    seconds: float = 0.0
-    tried: Tried = field(default_factory=Tried)
-    figures: list[Figure] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "outcome": self.outcome,
-            "why": self.why,
-            "seconds": round(self.seconds, 1),
-            "phases": self.tried.phases,
-            "facts": self.tried.facts,
-            "complaints": self.tried.complaints,
-            "figures": [figure.to_json() for figure in self.figures],
-        }
+ENDED: Final = "the run ended before it"
 
 
 def why_not(*, is_cpu: bool) -> str | None:
@@ -114,13 +97,13 @@ class Run:
         return row
 
     def _try(self, name: str, deadline: Deadline, row: Row) -> None:
-        measured: dict[str, Callable[[Deadline, Tried], list[Figure]]] = {
+        measured: dict[str, Callable[[Deadline, Tried, Got], None]] = {
             "hits": self._speeds.hits,
             "throughput": self._speeds.throughput,
             "copies": self._speeds.copies,
         }
         if name in measured:
-            row.figures = measured[name](deadline, row.tried)
+            measured[name](deadline, row.tried, row.figures.append)
         elif name == SWITCHED:
             self._answers.try_switch(name, deadline, row.tried)
         else:
@@ -160,39 +143,6 @@ def kept(path: Path, here: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def show(rows: list[dict[str, Any]]) -> str:
-    """A table of the cases, and one of the figures."""
-    cells = [["case", "outcome", "s", "answers", "wrong", "drift", "dram", "preempted", "nvme"]]
-    for row in rows:
-        phases = row["phases"].values()
-        drifts = [p["drift"] / p["limit"] for p in phases if p.get("limit")]
-        cells.append(
-            [
-                row["name"],
-                row["outcome"],
-                f"{row['seconds']:.0f}",
-                str(sum(p.get("answers", 0) for p in phases)),
-                str(sum(p.get("wrong", 0) for p in phases)),
-                f"{max(drifts):.2f}" if drifts else "-",
-                str(row["phases"].get("dram", {}).get("loaded_tokens", "-")),
-                str(sum(p.get("preempted", 0) for p in phases)),
-                str(row["phases"].get("nvme", {}).get("loaded_tokens", "-")),
-            ]
-        )
-    lines = [table(cells), "drift: over what rounding may differ by; dram, nvme: tokens loaded"]
-    lines += [f"{row['name']}: {row['why']}" for row in rows if row["why"]]
-    lines += [f"{row['name']} said: {said}" for row in rows for said in row["complaints"]]
-    figures = [figure for row in rows for figure in row["figures"]]
-    if figures:
-        met = {None: "", True: "yes", False: "NO"}
-        found = [["figure", "value", "goal", "met"]]
-        for f in figures:
-            goal = "" if f["goal"] is None else f"{f['goal_is']} {f['goal']:g}"
-            found.append([f["name"], f"{f['value']:.3f}", goal, met[f["is_met"]]])
-        lines += ["", table(found)]
-    return "\n".join(lines)
-
-
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make gpu-e2e",
@@ -200,6 +150,8 @@ def _parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cpu", action="store_true", help="the CPU build of vLLM, tiny models")
+    parser.add_argument("--quick", action="store_true", help="one run within --budget")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds of --quick")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME")
     parser.add_argument("--list", action="store_true", help="names of the cases")
     parser.add_argument("--small", action="store_true", help="for GPUs with little memory")
@@ -208,7 +160,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this directory")
     parser.add_argument("--wrong-bytes", action="store_true", help="plant a wrong bit in each load")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.quick and args.only:
+        parser.error("--quick has cases of its own: leave --only away")
+    return args
 
 
 def main() -> int:
@@ -223,24 +178,62 @@ def main() -> int:
     here = about(is_cpu=args.cpu)
     out = args.out
     if out is None and not args.cpu and not args.wrong_bytes:
-        out = ROOT / "results" / "gpu.json"
+        out = ROOT / "results" / ("gpu_quick.json" if args.quick else "gpu.json")
+    if args.quick:
+        return _quick(args, here, out)
     found = kept(out, here) if out is not None and args.only else {}
     with tempfile.TemporaryDirectory(prefix="attnstore-e2e-", dir="/var/tmp") as directory:
         run = Run(_setup(args, Path(directory)), small=args.small, deadline_s=args.deadline)
         asked = [name for name in NAMES if args.only is None or name in args.only]
+        found |= {name: Row(name, outcome="not run", why=ENDED).to_json() for name in asked}
         for name in asked:
             print(f"gpu-e2e: {name} ...", file=sys.stderr, flush=True)
             row = run.try_one(name)
             print(f"gpu-e2e: {name}: {row.outcome} {row.why}"[:400], file=sys.stderr, flush=True)
             found[name] = row.to_json()
             result = {"machine": here, "cases": [found[n] for n in NAMES if n in found]}
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(result, indent=1) + "\n")
-    rows = [found[name] for name in asked]
-    print(json.dumps(result) if args.json else f"{here}\n\n{show(rows)}")
+            _write(out, result)
+    return tell(args, result, [found[name] for name in asked])
+
+
+def _write(out: Path | None, result: dict[str, Any]) -> None:
+    """Whole or not at all: a run may be interrupted."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_suffix(".partial")
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.replace(out)
+
+
+def tell(args: argparse.Namespace, result: dict[str, Any], rows: list[dict[str, Any]]) -> int:
+    """The exit status."""
+    print(json.dumps(result) if args.json else f"{result['machine']}\n\n{show(rows)}")
     outcomes = {row["outcome"] for row in rows}
-    return int("failed" in outcomes or "ok" not in outcomes)
+    return int(bool(outcomes & {"failed", "not run"}) or "ok" not in outcomes)
+
+
+def _quick(args: argparse.Namespace, here: dict[str, Any], out: Path | None) -> int:
+    free = memory_available()
+    shm = int(0.9 * min(shared_memory(SHM_DIR).free_bytes, free))
+    hbm, total = (free, 0) if args.cpu else _hbm()
+    result: dict[str, Any] = {"machine": here, "is_quick": True, "budget_s": args.budget}
+
+    def wrote(rows: list[Row]) -> None:
+        result["cases"] = [row.to_json() for row in rows]
+        _write(out, result)
+
+    with tempfile.TemporaryDirectory(prefix="attnstore-e2e-", dir="/var/tmp") as directory:
+        setup = _setup(args, Path(directory))
+        Quick(setup, args.budget, Need(hbm, shm), total, wrote).run()
+    return tell(args, result, result["cases"])
+
+
+def _hbm() -> tuple[int, int]:
+    """Bytes that are free, and all."""
+    import torch  # noqa: PLC0415
+
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
 
 
 def _setup(args: argparse.Namespace, work: Path) -> Setup:

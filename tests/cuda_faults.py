@@ -26,6 +26,7 @@ from tests.fake_driver import BUILD_VARIABLE, ROOT
 ENGINE = "attnstore_vllm/transfer/cuda_engine.py"
 TABLES = "attnstore_vllm/transfer/cuda_tables.py"
 BATCHES = "attnstore_vllm/transfer/cuda_batches.py"
+READS = "attnstore_vllm/transfer/cuda_read_buffer.py"
 _TIMEOUT_S = 600
 
 
@@ -77,6 +78,19 @@ FAULTS = (
         "the end does not wait for what is in flight", ENGINE,
         "torch.cuda.synchronize(self._device)", "pass",
     ),
+    Fault(
+        "a span of the read buffer is filled before it was read", READS,
+        "self.fills.wait_event(event)", "pass",
+    ),
+    Fault(
+        "a scatter does not wait for its fill", READS,
+        "self._loads.wait_event(self.fills.record_event())", "self.fills.record_event()",
+    ),
+    Fault(
+        "a fill waits for the scatter before the last of its span", READS,
+        "self._until[span] = self._loads.record_event()",
+        "self._until[span] = self._until[span] or self._loads.record_event()",
+    ),
     # ---- order, tables, failures
     Fault(
         "a move is on the stream of saves", ENGINE,
@@ -108,9 +122,32 @@ FAULTS = (
     ),
     # ---- C++
     Fault(
+        "a table of a scatter goes over without its end", "csrc/cuda/cuda_copier.cpp",
+        "num_bytes = batch.pages.size() * sizeof(Offsets);",
+        "num_bytes = (batch.pages.size() - 1) * sizeof(Offsets);",
+    ),
+    Fault(
+        "a scatter reads the first span", "csrc/cuda/cuda_copier.cpp",
+        "of_spans + static_cast<std::size_t>(span) * num_layers,", "of_spans,",
+    ),
+    Fault(
+        "the pages of a scatter are the first ones", "csrc/cuda/cuda_copier.cpp",
+        "reinterpret_cast<const Offsets*>(staged.device) + first,",
+        "reinterpret_cast<const Offsets*>(staged.device),",
+    ),
+    Fault(
+        "a fill is of the first layer", "csrc/cuda/cuda_copier.cpp",
+        "reinterpret_cast<CuAddress>(run.source) + of_layer",
+        "reinterpret_cast<CuAddress>(run.source) + 0 * of_layer",
+    ),
+    Fault(
+        "fills go to the first span", "csrc/cuda/cuda_copier.cpp",
+        "reinterpret_cast<CuAddress>(run.target) + of_span",
+        "reinterpret_cast<CuAddress>(run.target) + 0 * of_span",
+    ),
+    Fault(
         "sources of a batch are read in any order", "csrc/cuda/cuda_copier.cpp",
-        "is_load ? kCuSourceInAnyOrder : kCuSourceInStreamOrder",
-        "is_load ? kCuSourceInAnyOrder : kCuSourceInAnyOrder",
+        "reads_early && batch->copy == Copy::kLoad", "reads_early",
     ),
     Fault(
         "a table goes over without its end", "csrc/cuda/cuda_copier.cpp",

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
+from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_read_buffer, cuda_tables
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import RULES, Method, Rules, only
+from attnstore_vllm.transfer.cuda_read_buffer import ReadSize
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.page_content import probe
@@ -27,6 +28,7 @@ from tests.engine_helpers import (
     HEADS,
     LAYERS,
     ORDERS,
+    PAGE_BYTES,
     ROWS,
     SLOTS,
     WITHIN,
@@ -37,7 +39,12 @@ from tests.engine_helpers import (
 from tests.fake_driver import native_module
 from tests.fake_gpu import FakeGpu
 
-METHODS = {"kernel": only(Method.KERNEL), "dma": only(Method.DMA), "rules": RULES}
+METHODS = {
+    "kernel": only(Method.KERNEL), "dma": only(Method.DMA), "buffer": only(Method.BUFFER),
+    "rules": RULES,
+}  # fmt: skip
+READ_SIZE = ReadSize(2, 2 * PAGE_BYTES)
+"""Two spans of two pages each, so that loads go round."""
 
 
 class CudaRig(Rig):
@@ -50,7 +57,7 @@ class CudaRig(Rig):
     def __init__(
         self, gpu: FakeGpu | None, order: tuple[int, ...] = ORDERS[2], num_rows: int = ROWS,
         rules: Rules = RULES, num_ranks: int = 1, rank: int = 0, moves: bool = False,
-        borders: Sequence[int] = (),
+        borders: Sequence[int] = (), read_size: ReadSize | None = READ_SIZE,
     ) -> None:  # fmt: skip
         super().__init__(order, None, num_ranks=num_ranks, rank=rank)
         self.gpu = gpu
@@ -65,7 +72,7 @@ class CudaRig(Rig):
         self.cuda = CudaEngine(
             self.slots.ctypes.data, SLOTS, rank, self.geometry, layouts,
             torch.device("cuda", 0), num_rows, rules, [rotation_of(order)] if moves else [],
-            borders,
+            borders, read_size,
         )  # fmt: skip
         self.engine = self.cuda
         sides = rotation_of(order).content
@@ -135,7 +142,7 @@ def moves(*runs: tuple[int, int, int, int, int, int]) -> Moved:
 def install(monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> FakeGpu:
     """From here on CudaEngine is over a fake."""
     gpu = FakeGpu(seed)
-    for module in (cuda_engine, cuda_events, cuda_tables):
+    for module in (cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
         monkeypatch.setattr(module, "torch", gpu.torch())
     monkeypatch.setattr(cuda_engine, "native_module", native_module)
     return gpu

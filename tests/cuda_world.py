@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_tables
+from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_read_buffer, cuda_tables
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
-from attnstore_vllm.transfer.cuda_methods import Copy, Method, Rule, Rules
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rule, Rules
+from attnstore_vllm.transfer.cuda_read_buffer import NO_SPANS, ReadSize
 from attnstore_vllm.transfer.cuda_tables import TableRing
 from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, Group
@@ -51,6 +52,12 @@ class KvKind:
     kernel_tokens: int
     """Of a kernel's block."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a kernel's block."""
+        item = np.dtype(TYPES[self.dtype]).itemsize
+        return self.heads * self.kernel_tokens * self.content * item
+
     def tensor(self, blocks: int) -> torch.Tensor:
         """[layers, kernel's blocks, heads, tokens, content], random."""
         order = LAYOUTS[self.layout]
@@ -75,6 +82,7 @@ class Shape:
     ranks: int
     moves: bool
     ring_words: int | None
+    read_size: ReadSize = NO_SPANS
 
     @property
     def layers(self) -> int:
@@ -95,9 +103,10 @@ def draw_shape(random: Random) -> Shape:
         for _ in range(random.choice([1, 1, 1, 2]))
     ]  # fmt: skip
     moves = len(kinds) == 1 and kinds[0].dtype in ROTATED and kinds[0].content >= 4
+    kernel_blocks = random.choice([1, 1, 2, 4])
     return Shape(
         tuple(kinds),
-        random.choice([1, 1, 2, 4]),
+        kernel_blocks,
         blocks=random.randint(8, 24),
         within=random.randint(1, 4),
         slots=random.randint(5, 8),
@@ -105,7 +114,16 @@ def draw_shape(random: Random) -> Shape:
         ranks=random.choice([1, 1, 1, 2, 2, 3, 4, 8]),
         moves=moves and random.random() < 0.7,
         ring_words=random.choice([None, 400, 700] if moves else [None, 8, 20]),
+        read_size=draw_read_size(random, [kernel_blocks * kind.block_bytes for kind in kinds]),
     )
+
+
+def draw_read_size(random: Random, pages: list[int]) -> ReadSize:
+    """Few spans, of a few pages; of the larger of two kinds, often of none."""
+    if random.random() < 0.4:
+        return NO_SPANS
+    words = -(-random.randint(1, 3) * random.choice(pages) // 16)
+    return ReadSize(random.randint(1, 3), 16 * words)
 
 
 def draw_rules(random: Random) -> Rules:
@@ -115,8 +133,8 @@ def draw_rules(random: Random) -> Rules:
         first, last = random.choice(list(Method)), random.choice(list(Method))
         limit = random.choice([1, 32, 256])
         found[copy] = (
-            Rule(limit, first, random.randint(1, 4)),
-            Rule(0, last, random.randint(1, 4)),
+            Rule(limit, first, random.randint(1, 4), random.choice(list(ReadOrder))),
+            Rule(0, last, random.randint(1, 4), random.choice(list(ReadOrder))),
         )
     return found
 
@@ -143,7 +161,7 @@ def installed(gpu: FakeGpu) -> Iterator[None]:
     """CudaEngine is over the fake."""
     with ExitStack() as undo:
         stand_in = gpu.torch()
-        for module in (cuda_engine, cuda_events, cuda_tables):
+        for module in (cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
             undo.enter_context(mock.patch.object(module, "torch", stand_in))
         undo.enter_context(mock.patch.object(cuda_engine, "native_module", native_module))
         yield
@@ -173,6 +191,7 @@ class Rank:
             shape.rows,
             draw_rules(random),
             rotations,
+            read_size=shape.read_size,
         )
         assert self.engine.why_not_moved is None
         if shape.ring_words is not None:

@@ -65,6 +65,13 @@ def test_the_files_and_functions_of_its_story_are_there() -> None:
         assert any(re.search(there, text) for text in owners), member
 
 
+def test_other_files_that_it_names_are_there() -> None:
+    named = re.findall(r"`((?:[\w.]+/)+[\w.-]+\.(?:txt|toml|md|json|yml))`", STORY)
+    assert len(named) > 5
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
 def row(what: str) -> str:
     (found,) = (line for line in STORY.splitlines() if line.startswith(f"| {what} |"))
     return found

@@ -18,6 +18,8 @@ from tools.wrap_pages import wrapped  # noqa: E402
 EXAMPLE = {"dram": "64GiB", "nvme.path": "/mnt/nvme/attnstore", "nvme.capacity": "2TiB"}
 EXAMPLES = {
     **EXAMPLE,
+    "dram.size": "64GiB",
+    "dram.codec": "lossless\n  size: 64GiB",
     "nvme.io": "uring",
     "nvme.daily_writes": "10TiB",
     "nvme.scrub": "4MiB",

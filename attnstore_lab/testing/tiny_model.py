@@ -72,6 +72,13 @@ class ModelShape:
         """Bytes of K and V, all layers, in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of all matrices, in bf16."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        layer = attention + 3 * self.hidden * self.intermediate
+        return 2 * (self.layers * layer + 2 * self.vocab * self.hidden)
+
 
 TINY: Final = ModelShape(
     layers=2, hidden=128, intermediate=256, heads=4, kv_heads=2, head_dim=32, vocab=1_024

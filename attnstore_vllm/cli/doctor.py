@@ -348,7 +348,10 @@ def _tokens(model: Path, config: StoreConfig) -> Check:
         shape = shape_of(read, str(file), chunk_tokens=config.chunk_tokens)
     except (OSError, ValueError, AttnStoreError) as error:
         return Check("model", "warn", f"its KV cannot be told from its config.json: {error}")
-    slot, chunk = shape.geometry.slot_bytes, shape.geometry.chunk_tokens
+    geometry = shape.geometry
+    if config.dram_codec != NONE and "bfloat16" in (read.get("dtype"), read.get("torch_dtype")):
+        geometry = replace(geometry, is_encoded=True)
+    slot, chunk = geometry.slot_bytes, geometry.chunk_tokens
     dram, nvme = (size // slot * chunk for size in (config.dram_bytes, config.nvme.capacity_bytes))
     if dram < chunk:
         return Check("model", "bad", f"dram has no room for one chunk of {format_size(slot)}")

@@ -19,6 +19,7 @@ from attnstore_vllm.plugin import ours_in, why_unreadable
 
 _VALID: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/", "capacity": "1GiB"}}
 _SECTIONS: dict[str, dict[str, Any]] = {
+    "dram": {"size": _VALID["dram"]},
     "nvme": _VALID["nvme"],
     "pinning": {},
     "truncation": {},
@@ -119,7 +120,7 @@ def _problems(given: object) -> Iterator[tuple[str, str]]:
             right = tried
         else:
             yield key, error
-    for key in ("dram", "nvme", "nvme.path", "nvme.capacity", "trace.path"):
+    for key in ("dram", "dram.size", "nvme", "nvme.path", "nvme.capacity", "trace.path"):
         section, _, name = key.rpartition(".")
         within = given.get(section) if section else given
         if isinstance(within, Mapping) and name not in within:

@@ -51,6 +51,7 @@ def _check_number(paths: tuple[Path, ...], engines: int) -> None:
 
 IO_KINDS = ("auto", "uring", "aiofiles")
 EVICTIONS = ("attnstore", "lru", "fifo")
+DRAM_CODECS = (NONE, "lossless")
 Sharing = Literal["everyone", "salted"]
 """Who shares KV: all requests without a cache_salt with each other, and those of one salt; or the
 latter alone."""
@@ -238,6 +239,42 @@ def _shared(given: object, nvme: NvmeConfig) -> SharedConfig | None:
     return SharedConfig.parse(given)
 
 
+def _dram(given: object) -> tuple[int, str]:
+    """Its bytes and its codec."""
+    if not isinstance(given, Mapping):
+        return parse_size("dram", given, SIZE_MIN), NONE
+    check_keys("dram.", given, {"size", "codec"}, {"size"})
+    codec = given.get("codec", NONE)
+    if codec not in DRAM_CODECS:
+        raise ConfigError(f"dram.codec is {codec!r}; it must be one of {', '.join(DRAM_CODECS)}")
+    return parse_size("dram.size", given["size"], SIZE_MIN), codec
+
+
+def _check_codecs(dram: str, nvme: NvmeConfig, audit: object) -> None:
+    """Raise ConfigError for what does not go with KV that DRAM keeps encoded."""
+    if dram == NONE:
+        return
+    if nvme.codec != NONE:
+        raise ConfigError(
+            f"dram.codec is {dram} and nvme.codec {nvme.codec}; NVMe keeps the bytes that DRAM "
+            "has, so leave one of the two out"
+        )
+    if audit is not False and audit != "off":
+        raise ConfigError(
+            f"dram.codec is {dram} and audit is set, which compares KV that is not encoded; leave "
+            "one of the two out"
+        )
+
+
+def _states_every(given: object) -> int | None:
+    """StoreConfig.states_every."""
+    if given == "auto":
+        return None
+    if given is False or given == "off":
+        return 0
+    return parse_integer("states_every", given, 16, 1 << 20)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
     """Where a trace of requests is written: hashes and lengths, never tokens."""
@@ -268,6 +305,8 @@ class StoreConfig:
 
     dram_bytes: int
     nvme: NvmeConfig
+    dram_codec: str = NONE
+    """How DRAM keeps KV; all behind it keep the same bytes."""
     chunk_tokens: int = 256
     load_deadline_ms: int = 1000
     step_budget: int = 1 << 17
@@ -303,6 +342,7 @@ class StoreConfig:
                 f"the settings of AttnStore are {found}; they must be a mapping, as in\n{LEAST}"
             )
         typed = {"dram_bytes", "load_deadline_ms", "ttl_s", "write_buffer_bytes", "shared_by"}
+        typed.add("dram_codec")
         named = {"dram", LOAD_DEADLINE.name, "ttl", "write_buffer", "share"}
         known = ({f.name for f in fields(cls)} - typed) | named
         check_keys("", given, known, {"dram", "nvme"}, {LOAD_DEADLINE.old_name})
@@ -325,10 +365,6 @@ class StoreConfig:
         peers = given.get("peers", "auto")
         if peers not in ("auto", "off", False):
             raise ConfigError(f"peers is {peers!r}; it must be auto or off")
-        every = given.get("states_every", "auto")
-        if every != "auto":
-            is_off = every is False or every == "off"
-            every = 0 if is_off else parse_integer("states_every", every, 16, 1 << 20)
         ttl = given.get("ttl", False)
         ttl_s = None if ttl is False or ttl == "off" else parse_duration("ttl", ttl)
         if ttl_s is not None and eviction != "attnstore":
@@ -336,8 +372,9 @@ class StoreConfig:
                 f"ttl is {ttl!r} and eviction {eviction!r}; only eviction: attnstore knows when "
                 "each chunk was used last"
             )
-        dram = parse_size("dram", given["dram"], SIZE_MIN)
+        dram_bytes, dram_codec = _dram(given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
+        _check_codecs(dram_codec, nvme, given.get("audit", False))
         if "data_parallel_size" in optional:  # else vLLM's command line may fill it in
             _check_number(nvme.paths, optional["data_parallel_size"])
         truncation = TruncationConfig.parse(given.get("truncation", {}))
@@ -347,14 +384,15 @@ class StoreConfig:
             None if buffer == "auto" else parse_size("write_buffer", buffer, SIZE_MIN, "MiB")
         )
         return cls(
-            dram_bytes=dram,
+            dram_bytes=dram_bytes,
+            dram_codec=dram_codec,
             nvme=nvme,
             load_deadline_ms=LOAD_DEADLINE.parse(given, 1000),
             eviction=eviction,
             look_ahead=look_ahead,
             compute_if_sooner=compute_if_sooner,
             peers=peers == "auto",
-            states_every=None if every == "auto" else every,
+            states_every=_states_every(given.get("states_every", "auto")),
             ttl_s=ttl_s,
             pinning=PinningConfig.parse(given.get("pinning", False)),
             write_buffer_bytes=buffer_bytes,

@@ -49,10 +49,25 @@ def first_sentence(text: str) -> str:
 
 SETTINGS = (
     Setting(
-        "dram", None, "size, as in 64GiB",
+        "dram", None, "size, as in 64GiB, or {size: 64GiB, codec: lossless}",
         "DRAM for KV: shared memory, taken when the server starts.",
         "More of it means fewer reads from NVMe. A token of Llama-3-8B in bf16 takes 128 KiB.",
         is_common=True,
+    ),
+    Setting(
+        "dram.size", "required", "size, as in 64GiB",
+        "The same, where dram has a codec.",
+        "As that of dram.",
+    ),
+    Setting(
+        "dram.codec", "none", "none, lossless",
+        "How KV is encoded in DRAM: lossless takes 0.74 of the bytes, and brings back every bit. "
+        "NVMe, other engines and the shared tier keep the same bytes. It is for bfloat16 on vLLM's "
+        "CPU build: other KV is kept as it is, and a GPU is refused. Of a chunk whose numbers have "
+        "too many exponents nothing is stored (event unsaved). It goes neither with nvme.codec nor "
+        "with audit. What was stored without it is not found.",
+        "Set lossless where DRAM or the disk is too small. Each copy between HBM and DRAM takes "
+        "processor time for it.",
     ),
     Setting(
         "nvme.path", None, "absolute directory, or a list of them",

@@ -59,6 +59,10 @@ def comparisons_of(
     if config is None:
         return ()
     try:
+        if not all(rank.is_alone for rank in ranks):
+            raise UnsupportedError(
+                "another connector may bring KV in place of what is to be computed"
+            )
         _check(geometry, ahead)
     except UnsupportedError as error:
         logger.warning("AttnStore audits nothing of this model (audit), since %s", error)

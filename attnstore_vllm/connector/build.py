@@ -36,6 +36,7 @@ from attnstore_vllm.connector.groups import (
     check_chunks,
     groups_of,
     hit_tokens_of,
+    is_bfloat16,
     needs_of,
     packed_bytes,
     prompts_only,
@@ -69,7 +70,7 @@ from attnstore_vllm.identity.weights import Weights, identify, own_files
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
-from attnstore_vllm.io.codec import CODECS, Codec, PayloadShape, Quantized
+from attnstore_vllm.io.codec import CODECS, NONE, Codec, PayloadShape, Quantized
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.io.disk_node import warn_if_far
 from attnstore_vllm.parent_watch import end_with_parent, parent_pid
@@ -142,8 +143,22 @@ def geometry_of(
         is_packed=packed_bytes(kv_cache_config) > 0,
         hit_tokens=hit_tokens,
         prompts_only=prompts_only(kv_cache_config),
+        is_encoded=_encodes(vllm_config, kv_cache_config, config),
     )
     return with_all(geometry, stages) if stages else geometry
+
+
+def _encodes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: StoreConfig) -> bool:
+    """Whether DRAM keeps KV encoded. Raises ConfigError where copies cannot."""
+    if config.dram_codec == NONE:
+        return False
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise ConfigError(
+            f"dram.codec is {config.dram_codec}, but KV is on a device of type {device}, whose "
+            "copies encode nothing; expected cpu. Set codec: none"
+        )
+    return is_bfloat16(kv_cache_config)
 
 
 def stages_of(
@@ -337,6 +352,12 @@ def _scheduler(
     check_not_stopped(config.nvme.path, namespace)
     names = Weights(namespace, digest)
     teller = teller_of(vllm_config, geometry, lambda: names.namespace)
+    if config.dram_codec != NONE and not geometry.is_encoded:
+        logger.warning(
+            "dram.codec: %s is not used, since not all KV of this model is bfloat16: it is kept as "
+            "it is",
+            config.dram_codec,
+        )
     codec = _codec(config, geometry, ranks)
     slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
     info = own_version(), vllm.__version__, disk, config.eviction

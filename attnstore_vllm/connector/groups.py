@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attnstore_vllm.connector.specs import (
     check_group,
     has_states_of_several,
@@ -114,6 +116,12 @@ def hit_tokens_of(kv_cache_config: KVCacheConfig) -> int:
 def prompts_only(kv_cache_config: KVCacheConfig) -> bool:
     """Geometry.prompts_only."""
     return any(keeps_prompts_only(one_spec(group)) for group in kv_cache_config.kv_cache_groups)
+
+
+def is_bfloat16(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all KV is, by the groups' first layers: both sides come to the same."""
+    specs = [one_spec(group) for group in kv_cache_config.kv_cache_groups]
+    return all(getattr(spec, "dtype", None) == torch.bfloat16 for spec in specs)
 
 
 def needs_of(geometry: Geometry) -> tuple[Need, ...]:

@@ -115,6 +115,13 @@ def why_no_media(vllm_config: VllmConfig) -> str | None:
             "its encoder's output comes from another server by its name (--ec-transfer-config), "
             "of any content. Encode media in this server to use the store for them"
         )
+    manager = getattr(vllm_config, "ec_manager_config", None)
+    if getattr(manager, "encoder_cache_manager_cls", None) is not None:
+        return (
+            "its encoder's output is kept by its name in a class of your own "
+            "(--ec-manager-config), and may be of any content. Use vLLM's own cache to have media "
+            "stored"
+        )
     return None
 
 

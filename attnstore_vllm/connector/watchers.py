@@ -46,7 +46,11 @@ def _sizes(
     scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
     return {
         "kv_bytes_per_token": round(geometry.token_bytes()),
-        "hbm": (cache.num_gpu_blocks or 0) * geometry.all_block_bytes,
+        # Of tokens as DRAM keeps them, of which its own bytes may be fewer.
+        "hbm": (cache.num_gpu_blocks or 0)
+        * geometry.all_block_bytes
+        * geometry.rank_bytes
+        // geometry.decoded.rank_bytes,
         "dram": config.dram_bytes,
         "nvme": config.nvme.capacity_bytes,
         "max_num_seqs": scheduler.max_num_seqs,

@@ -65,7 +65,7 @@ class Difference(NamedTuple):
     head: int
     """-1 where bits are compared."""
     distance: float
-    """Infinite where bits are compared, or where one of the two is no number."""
+    """Infinite where bits are compared, or where just one of the two is no number."""
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, layer {self.layer}"
@@ -173,16 +173,18 @@ class Comparison:
 
 
 def distances_of(apart: Any, one: Any, other: Any) -> npt.NDArray[np.float64]:
-    """[heads]. What is no number is infinitely far.
+    """[heads]. What is no number is infinitely far, but not from what is none either: a model may
+    compute such, and for which prompts it does is for clients to find.
 
     Args:
         apart, one, other: [heads] sums of squares, of the differences and of the two.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.maximum(one, other)
-        size = np.maximum(size, FLOOR * size.mean())
+        of_numbers = np.where(np.isfinite(size), size, 0.0)
+        size = np.maximum(size, FLOOR * of_numbers.mean())
         found: npt.NDArray[np.float64] = np.sqrt(apart / size)
-    found[apart == 0] = 0.0
+    found[(apart == 0) | ~(np.isfinite(one) | np.isfinite(other))] = 0.0
     return np.nan_to_num(found, nan=math.inf, posinf=math.inf)
 
 

@@ -16,7 +16,7 @@ entry. What keys that left and came again have left behind is thrown away when i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, TypeVar
 
@@ -47,13 +47,18 @@ class LazyHeap(Generic[K]):
 
     def clear(self) -> None:
         self._heap.clear()
-        self._entries_max = STALE_MAX
 
     def push(self, rank: Any, key: K) -> None:
         """This is its rank now. May be said again."""
-        heappush(self._heap, (rank, key))
-        if len(self._heap) > self._entries_max:
-            ranks = {key: self._rank(key) for _, key in self._heap}
+        self.push_all(((rank, key),))
+
+    def push_all(self, entries: Iterable[tuple[Any, K]]) -> None:
+        """push() of each."""
+        heap = self._heap
+        for entry in entries:
+            heappush(heap, entry)
+        if len(heap) > self._entries_max:
+            ranks = {key: self._rank(key) for _, key in heap}
             self._heap = [(rank, key) for key, rank in ranks.items() if rank is not None]
             heapify(self._heap)
             self._entries_max = 2 * len(self._heap) + STALE_MAX

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -108,6 +108,9 @@ class LookAhead(Generic[C]):
         del self._waiting[request_id]
         _discard(self._missing, waiting.order)
         _discard(self._queue, waiting.order)
+        if not self.wanted_by:  # so that what it leaves need not be tidied
+            self._all.clear()
+            self._present.clear()
         return unwanted
 
     def _enter(self, order: QueuePlace) -> None:
@@ -133,24 +136,38 @@ class LookAhead(Generic[C]):
                 _add(self._missing, waiting.order)
             return [], []  # asked again, as vLLM does step after step
         before, waiting.wants = waiting.wants, wants
-        new = []
-        for depth, chunk in enumerate(waiting.wants):
+        new: dict[C, int] = {}
+        others: list[C] = []
+        for depth, chunk in enumerate(wants):
             wanted_by = self.wanted_by.get(chunk)
             if wanted_by is None:
-                wanted_by = self.wanted_by[chunk] = {}
-                new.append(chunk)
-            wanted_by[request_id] = depth
-        kept = set(waiting.wants)
+                self.wanted_by[chunk] = {request_id: depth}
+                new[chunk] = depth
+            else:
+                wanted_by[request_id] = depth
+                others.append(chunk)
+        kept = set(wants)
         unwanted = self._unwant(request_id, [chunk for chunk in before if chunk not in kept])
-        come = self._absent.intersection(waiting.wants) - absent
+        come = self._absent.intersection(wants) - absent
         self._absent.difference_update(come)
         self._absent.update(absent)
-        for chunk in waiting.wants:
+        self._rank_new(new, waiting.order)
+        for chunk in others:
             self._rank(chunk)
         self._put_present(come)
-        has_missing = any(chunk in self._absent for chunk in waiting.wants)
+        has_missing = not self._absent.isdisjoint(wants)
         (_add if has_missing else _discard)(self._missing, waiting.order)
-        return new, unwanted
+        return list(new), unwanted
+
+    def _rank_new(self, depths: Mapping[C, int], order: QueuePlace) -> None:
+        """These, by depth, are wanted by this request alone. All of a prompt may be."""
+        priority, since, _ = order
+        ranks = {c: (-priority, -since, -d, next(self._count)) for c, d in depths.items()}
+        self._nearest.update(ranks)
+        self._all.push_all([(rank, chunk) for chunk, rank in ranks.items()])
+        absent = self._absent
+        present = [(rank, chunk) for chunk, rank in ranks.items() if chunk not in absent]
+        self._present.push_all(present)
 
     def _rank(self, chunk: C) -> None:
         """Who wants the chunk may have changed, and whether it is here."""

@@ -13,7 +13,8 @@ would be saved as the dog's that came under the same name. So a name belongs to 
 that came under it, in this process. Any other gets an alias before vLLM looks it up.
 
 Where adapters change the encoder, vLLM puts the adapter's name before the input's. A `uuid` may
-look so, too. There a name belongs to the first adapter as well.
+look so, too. There a name belongs to the first adapter as well; and everywhere to the weights that
+it came under, since no reset of vLLM's prefix cache empties that of its encoder.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class _Input:
     content: bytes | None = None
     job: Future[tuple[bytes, bytes]] | None = None
     is_left_alone: bool = False
-    adapter: bytes = b""
-    """That the encoder works with, by its name; empty: none."""
+    encoder: bytes = b""
+    """Names the encoder's adapter, and its weights where they have changed; empty: neither."""
 
     @property
     def is_pending(self) -> bool:
@@ -100,7 +101,7 @@ class _Input:
     @property
     def encoded(self) -> bytes:
         """Stands for what vLLM's encoder makes of it."""
-        return (self.content or _UNKNOWN) + self.adapter
+        return (self.content or _UNKNOWN) + self.encoder
 
 
 class MediaNames:
@@ -128,6 +129,7 @@ class MediaNames:
         self._counted = counted
         self._why_not = why_not
         self._by_adapter = by_adapter
+        self._num_weights = 0
         self.clock = clock
         self.left = STEP_BYTES
         """Bytes that this step may still digest."""
@@ -227,10 +229,15 @@ class MediaNames:
         """Whether KV of media is saved here at all."""
         return self._why_not is None and not self._counted
 
-    def adapter_of(self, request: Request) -> bytes:
-        """See _Input.adapter."""
+    def weights_changed(self) -> None:
+        """The encoder of media that come from now on is another one, be it known again or not."""
+        self._num_weights += 1
+
+    def encoder_of(self, request: Request) -> bytes:
+        """See _Input.encoder."""
         lora = request.lora_request
-        return media_name(lora.lora_name) if self._by_adapter and lora is not None else b""
+        name = media_name(lora.lora_name) if self._by_adapter and lora is not None else b""
+        return name + str(self._num_weights or "").encode()
 
     def is_its(self, one: _Input) -> bool:
         """Whether what vLLM has under the input's name is of its content. From now on it is, if
@@ -324,6 +331,12 @@ class RequestMedia:
         self._advance()
         self._claim(at_once=at_once)
 
+    def name_anew(self) -> None:
+        """The encoder's weights have changed. vLLM asks again, and then it gets other names."""
+        self._num_claimed = 0
+        for one in self._inputs:
+            one.encoder = self._names.encoder_of(self.request)
+
     def scheduled(self) -> set[bytes]:
         """vLLM has scheduled it, with all its inputs. What a session has brought since the last
         time is looked up under its names already.
@@ -357,8 +370,8 @@ class RequestMedia:
 
     def _see(self) -> None:
         new = self.request.mm_features[len(self._inputs) :]
-        adapter = self._names.adapter_of(self.request) if new else b""
-        self._inputs += [_Input(feature, adapter=adapter) for feature in new]
+        encoder = self._names.encoder_of(self.request) if new else b""
+        self._inputs += [_Input(feature, encoder=encoder) for feature in new]
 
     def _advance(self) -> None:
         self._see()

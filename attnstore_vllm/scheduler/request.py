@@ -21,7 +21,7 @@ from attnstore_vllm.index.keys import (
     root_key,
     tenant_hash,
 )
-from attnstore_vllm.index.prefix import Piece, whole_blocks
+from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
 from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.scheduler.adapters import Asked
@@ -207,8 +207,9 @@ class RequestState:
     """Another connector brings its KV from elsewhere: our "not yet" would hold that up."""
     stores: bool = True
     """Whether what it computes is saved."""
-    prompt_only: bool = False
-    """The store may know its prompt alone (Geometry.prompts_only)."""
+    most_tokens: int = ALL_TOKENS
+    """The store may know so many of its tokens, at most: of the prompt that it came with
+    (Geometry.prompts_only). To vLLM a session's answers are the next input's prompt."""
     visit: Visit | None = None
     """Its use of the store; set when it has come."""
     unseen: Run | None = None
@@ -296,8 +297,7 @@ class RequestState:
                 return 0
             self.stores = self.stores and _says_store(request)
         known = self.media.known_tokens() if request.mm_features else ALL_TOKENS
-        usable = known // self.chunk_tokens * self.chunk_tokens
-        return min(usable, whole_blocks(request.num_prompt_tokens)) if self.prompt_only else usable
+        return min(known // self.chunk_tokens * self.chunk_tokens, self.most_tokens)
 
     def _has_changed(self) -> bool:
         """Whether a session's input has made another one of it."""
@@ -328,7 +328,7 @@ class RequestState:
     def _forget_names(self) -> None:
         self._root = self._lookup = None
         self._other, self.untaken = (None, None), None
-        self.waiting.coming = ()
+        self.waiting.coming = self.audited = ()  # both are of KV of the old names
 
     @property
     def root(self) -> Key:

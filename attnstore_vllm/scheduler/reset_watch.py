@@ -17,7 +17,7 @@ class LookResult(Enum):
 
     NOTHING_NEW = "they are what they were, or no worker has looked"
     OTHERS = "others; all that is stored was computed by the weights that name it"
-    IN_DOUBT = "others, or it cannot be told; what was saved since the last look may be of either"
+    IN_DOUBT = "others, or it cannot be told; what came since the last look may be of either"
 
 
 class ResetWatch:
@@ -47,8 +47,8 @@ class ResetWatch:
         self._asked: int | None = None
         """The step in which the workers look."""
         self._num_asked = self._num_named = 0
-        """Saves that were begun before the look that was asked for last, and before the last that
-        has come. The weights of the latter are known."""
+        """Store.num_named before the look that was asked for last, and before the last that has
+        come. The weights of the latter are known."""
 
     def bind(self, manager: KVCacheManager) -> None:
         self._pool = manager.block_pool
@@ -74,27 +74,27 @@ class ResetWatch:
         self._in_doubt, self._asked = True, None
         self._was_reset |= was_reset
 
-    def add_to(self, plan: StepPlan, num_saves: int) -> None:
+    def add_to(self, plan: StepPlan, num_named: int) -> None:
         """Have the workers look when this step ends, if they have not been asked.
 
         Args:
-            num_saves: that were begun by now.
+            num_named: see Store.
         """
         if self.is_wanted and self._asked is None:
             plan.looks_at_weights = True
-            self._asked, self._num_asked = plan.number, num_saves
+            self._asked, self._num_asked = plan.number, num_named
         self.is_wanted = False
 
     def is_late(self, report: StepReport) -> bool:
         """Whether a look of before the last reset says that the weights are the same."""
         return report.weights is Seen.SAME and report.number != self._asked
 
-    def on_report(self, report: StepReport, num_saves: int) -> LookResult:
+    def on_report(self, report: StepReport, num_named: int) -> LookResult:
         """The result of the look that a report tells of. A model whose weights cannot be seen may
         have others since vLLM's cache was reset.
 
         Args:
-            num_saves: that were begun by now.
+            num_named: see Store.
         """
         is_awaited = self._asked is not None and report.number == self._asked
         if is_awaited:
@@ -107,6 +107,6 @@ class ResetWatch:
             if is_awaited:
                 self._num_named = self._num_asked
             return LookResult.NOTHING_NEW
-        all_named, self._num_named = num_saves == self._num_named, num_saves
+        all_named, self._num_named = num_named == self._num_named, num_named
         is_seen = report.weights is Seen.CHANGED
         return LookResult.OTHERS if is_seen and all_named else LookResult.IN_DOUBT

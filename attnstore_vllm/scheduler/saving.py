@@ -336,6 +336,8 @@ class Saving:
     ) -> int:
         """Save chunks of the spine from number `first` on. Returns how many are being saved, or are
         stored already: for the one behind these there is no room now."""
+        if self._store.is_distrusted:
+            return len(names)
         runs = self._runs(req, first, len(names))
         begun = self._store.begin_saves(
             names,
@@ -446,6 +448,8 @@ class Saving:
         is_alone: bool = False,
     ) -> Chunk | None:
         """Begin to save what a group has beside the spine."""
+        if self._store.is_distrusted:
+            return None
         if low_value and req.computing.no_room_at is not None:
             return None  # it is behind a chunk that is missing
         run = self._runs(req, number, 1)[0]

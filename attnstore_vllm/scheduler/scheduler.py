@@ -24,7 +24,7 @@ from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_root, root_key
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.prefix import Piece, whole_blocks
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.audits import Audits
@@ -33,7 +33,7 @@ from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigure
 from attnstore_vllm.scheduler.first_tokens import FirstTokens
 from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
 from attnstore_vllm.scheduler.lookups import Lookups
-from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
+from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
@@ -48,7 +48,7 @@ from attnstore_vllm.scheduler.request import (
 from attnstore_vllm.scheduler.reset_watch import LookResult, ResetWatch
 from attnstore_vllm.scheduler.rests import Rests
 from attnstore_vllm.scheduler.saving import Saving
-from attnstore_vllm.scheduler.stages import Stages
+from attnstore_vllm.scheduler.stages import stages_of
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
@@ -226,7 +226,8 @@ class Scheduler:
         adapter = NO_ADAPTER if lora is None else self.adapters.identity(lora)
         state = make_state(request, namespace, adapter, self.geometry.chunk_tokens, media)
         state.recent = self._recent
-        state.prompt_only = self.geometry.prompts_only
+        of_prompt = whole_blocks(request.num_prompt_tokens)
+        state.most_tokens = of_prompt if self.geometry.prompts_only else ALL_TOKENS
         self.requests[request.request_id] = state
         self.first_tokens.came(request.request_id)
         state.hints = hints = self._hints.read(params) if params else NO_HINTS
@@ -383,7 +384,7 @@ class Scheduler:
         plan.number = self.costs.times.planned(output)
         self.first_tokens.planned(plan.number)
         if self._watch.is_wanted:
-            self._watch.add_to(plan, self.store.num_saves)
+            self._watch.add_to(plan, self.store.num_named)
         if self._has_adapters:
             plan.adapters = self.adapters.plan(plan.number, output.num_scheduled_tokens)
             plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
@@ -464,7 +465,7 @@ class Scheduler:
         if num_given_up:
             self._stats.add("chunks", Event.UNSAVED, num_given_up)
         is_late = self._watch.is_late(report)
-        found = self._watch.on_report(report, self.store.num_saves)
+        found = self._watch.on_report(report, self.store.num_named)
         if found is not LookResult.NOTHING_NEW:
             self._on_new_weights(report, found)
         is_seen = report.weights is not Seen.NOTHING and not is_late
@@ -487,6 +488,9 @@ class Scheduler:
             )
             self.store.reset()
         self.names.be_live(report.live)
+        self._media.weights_changed()
+        for media in self._media_of.values():
+            media.name_anew()
         if self.namespace is not None:
             self.namespace = self.names.namespace
             assert self.namespace is not None
@@ -603,7 +607,9 @@ class Scheduler:
 
     def pause(self) -> bool:
         """vLLM pauses or sleeps, and has emptied its own cache: no request has blocks. Every tier
-        stays: before the next request workers look whether the weights are those it is named by."""
+        stays: before the next request workers look whether the weights are those it is named by.
+        What is not copied yet is lost: HBM has other content when vLLM wakes up."""
+        self.store.drop(self.plans.saving())
         self._watch.doubt(was_reset=True)
         return True
 
@@ -655,21 +661,6 @@ def hint_reader(config: StoreConfig) -> HintReader:
         may_approximate=config.nvme.changed_by is not None,
         may_audit=config.audit is not None,
         salted_only=config.shared_by == "salted",
-    )
-
-
-def stages_of(
-    store: Store,
-    geometry: Geometry,
-    plans: OpenPlans,
-    costs: Costs,
-    is_allowed: bool,
-    clock: Clock,
-) -> Stages:
-    pays, count = costs.num_that_pay, costs.count_loaded
-    deadline_s = costs.load_deadline_s
-    return Stages(
-        store, geometry, plans, deadline_s, pays, count, is_allowed=is_allowed, clock=clock
     )
 
 

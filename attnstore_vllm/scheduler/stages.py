@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_copies
 from attnstore_vllm.scheduler.request import RequestState
@@ -233,3 +234,18 @@ class Stages:
         if not has_more:
             self.current = None
             self._store.want_part(self._name, ())
+
+
+def stages_of(
+    store: Store,
+    geometry: Geometry,
+    plans: OpenPlans,
+    costs: Costs,
+    is_allowed: bool,
+    clock: Clock,
+) -> Stages:
+    pays, count = costs.num_that_pay, costs.count_loaded
+    deadline_s = costs.load_deadline_s
+    return Stages(
+        store, geometry, plans, deadline_s, pays, count, is_allowed=is_allowed, clock=clock
+    )

@@ -35,7 +35,7 @@ def start_lines(
     )
     yield (
         f"  DRAM: {dram_slots * size:,} tokens in {format_size(dram_slots * geometry.slot_bytes)} "
-        f"(dram: {format_size(config.dram_bytes)})"
+        f"(dram: {format_size(config.dram_bytes)}{', encoded' if geometry.is_encoded else ''})"
     )
     yield (
         f"  NVMe: {nvme_slots * size:,} tokens in {format_size(nvme_slots * slab.record_bytes)} "

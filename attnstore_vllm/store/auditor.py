@@ -307,6 +307,9 @@ class Auditor:
         if len(self._bad_hits) < self._stop_after or self.is_stopped:
             return
         self.is_stopped = True
+        with self.context.progress:  # what requests still save may continue what was wrong
+            for tier in self._tiers:
+                tier.leave()
         why = (
             f"{len(self._bad_hits)} hits had KV that is not what the model computes "
             f"(audit.stop_after: {self._stop_after})"

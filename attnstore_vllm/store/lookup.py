@@ -17,12 +17,14 @@ from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.prefix import Matched, Piece, no_ends, ready_run, settle
+from attnstore_vllm.index.prefix import Matched, Piece, in_place, no_ends, ready_run, settle
 from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
 from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
+from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import TierIo
+from attnstore_vllm.types import Key
 
 
 @dataclass(eq=False)
@@ -150,7 +152,7 @@ class Strategy(ABC):
         if self._context.has_leases:  # a use of what has expired would renew it
             ends = residency.drop_expired(ends)
         near = pieces[: self._num_slots]  # what is beyond is wanted once there may be room
-        is_known = residency.is_wanted_so(request_id, near, visit)
+        is_known = is_wanted_so(residency, request_id, near, visit)
         used = [] if is_known else no_ends(pieces, self._index.grain)
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
@@ -328,6 +330,35 @@ def strategy_for(needs: Sequence[Need]) -> type[Strategy]:
     return Sections if needs else AllTokens
 
 
+def is_wanted_so(
+    residency: Residency,
+    request_id: str | None,
+    pieces: Sequence[Piece],
+    visit: Visit | None,
+) -> bool:
+    """Whether a waiting request wants just these already, all are in DRAM or on their way, and
+    no other has used them since. Cost: a look at each."""
+    if request_id is None or visit is None:
+        return False
+    wants, grain = residency.look_ahead.wants_of(request_id), residency.index.grain
+    if len(wants) != len(pieces):
+        return False
+    size = residency.index.chunk_tokens
+    border = visit.num_shared * size
+    for wanted, piece in zip(wants, pieces, strict=True):
+        chunk = piece.chunk
+        if wanted is not chunk or chunk.dram.state is State.ABSENT:
+            return False
+        is_own = piece.start >= border
+        run = visit.own if is_own else visit.used_run(piece.start // size, chunk.run)
+        if chunk.refused_by and chunk.copied_for is not run:  # worth another look
+            return False
+        is_of = chunk.run is run or piece.first is not None  # moved: of its own conversation
+        if not is_of and not piece.has_end(grain):
+            return False
+    return True
+
+
 def is_ready(chunk: Chunk) -> bool:
     """Whether it is in DRAM, and may be held."""
     return chunk.dram.state is State.READY and not chunk.dropped
@@ -335,3 +366,20 @@ def is_ready(chunk: Chunk) -> bool:
 
 def _is_short(pieces: Sequence[Piece], start: int, min_tokens: int) -> bool:
     return bool(pieces) and pieces[-1].stop - start < min_tokens
+
+
+def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
+    """Whether the last piece of the spine is the beginning of another's chunk.
+
+    Args:
+        whole: keys of the request's own whole chunks, of `size` tokens.
+    """
+    spine = in_place(pieces)
+    if not spine or spine[-1].stop % size == 0:
+        return False
+    number = spine[-1].start // size
+    return whole[number : number + 1] != [spine[-1].chunk.name.key]
+
+
+def has_absent(pieces: Sequence[Piece]) -> bool:
+    return State.ABSENT in [piece.chunk.dram.state for piece in pieces]

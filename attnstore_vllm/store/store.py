@@ -28,7 +28,7 @@ from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import Piece, has_come, in_place, no_ends
+from attnstore_vllm.index.prefix import Piece, has_come, no_ends
 from attnstore_vllm.index.sections import Need
 from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
@@ -48,7 +48,7 @@ from attnstore_vllm.policy.visits import (
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
-from attnstore_vllm.store.lookup import Lookup, is_ready, strategy_for
+from attnstore_vllm.store.lookup import Lookup, ends_cut, has_absent, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
@@ -146,6 +146,12 @@ class Store:
             self.thread.start()
 
     @property
+    def num_named(self) -> int:
+        """Saves that were begun and chunks that others gave: KV that has come, by the weights that
+        name it. Needs no lock."""
+        return self.num_saves + self._context.num_copied
+
+    @property
     def needs(self) -> Sequence[Need]:
         """See Strategy."""
         return self.strategy.needs
@@ -184,7 +190,7 @@ class Store:
             self._curve.news.append(used_by(sequence, marks, num_tokens))
             pieces = self._match(lookup, 0, stop, min_tokens, request_id)
             last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
-            ends_cut = _ends_cut(pieces, whole, sequence.chunk_tokens)
+            is_cut = ends_cut(pieces, whole, sequence.chunk_tokens)
             visit = visit_of(
                 self._estimator,
                 last_runs,
@@ -193,11 +199,11 @@ class Store:
                 now,
                 terms,
                 self._ttl_s,
-                ends_cut=ends_cut,
+                ends_cut=is_cut,
                 num_known=-(-pieces[-1].stop // sequence.chunk_tokens) if pieces else 0,
             )
             self._context.has_leases |= terms.ttl_s is not None
-            self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
+            self.strategy.want(lookup, pieces, 0, stop, self._waits(request_id, pieces), visit)
             if terms.pin_s is not None:
                 self._pin(pieces, now + terms.pin_s)
         if self.remote is not None:
@@ -206,6 +212,12 @@ class Store:
         if self._estimator.is_due:
             self.thread.wake()
         return pieces, visit
+
+    def _waits(self, request_id: str, pieces: Sequence[Piece]) -> str | None:
+        """The request that has come, if it has something to wait for. One that is alone in the
+        queue, and finds all in DRAM, runs next: what it has just used leaves last."""
+        is_alone = len(self.residency.look_ahead) == 1
+        return None if is_alone and not has_absent(pieces) else request_id
 
     def pin(self, pieces: Sequence[Piece], stop: int, pin_s: float | None) -> None:
         """A request loads these, and wants its prompt, up to token `stop`, pinned for so long: they
@@ -265,7 +277,7 @@ class Store:
         return pieces
 
     def _read(self, pieces: Sequence[Piece]) -> None:
-        if State.ABSENT in [piece.chunk.dram.state for piece in pieces]:
+        if has_absent(pieces):
             self.thread.reader.start()
 
     def _match(
@@ -466,6 +478,9 @@ class Store:
         index = self.residency.index
         with self._lock:
             self.residency.now = self._clock()
+            if pin_s is None and not yields:
+                begun += [None] * self.residency.use_stored(names, runs)
+                names, runs = names[len(begun) :], runs[len(begun) :]
             num_new = index.num_missing(names)
             for name, run in zip(names, runs, strict=True):
                 chunk = self.residency.begin_save(
@@ -680,16 +695,3 @@ class Store:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""
         self.thread.stop(CLOSE_DEADLINE_S)
         self._context.pool.close()
-
-
-def _ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
-    """Whether the last piece of the spine is the beginning of another's chunk.
-
-    Args:
-        whole: keys of the request's own whole chunks, of `size` tokens.
-    """
-    spine = in_place(pieces)
-    if not spine or spine[-1].stop % size == 0:
-        return False
-    number = spine[-1].start // size
-    return whole[number : number + 1] != [spine[-1].chunk.name.key]

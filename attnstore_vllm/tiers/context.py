@@ -107,6 +107,8 @@ class Context:
     has_leases: bool = field(init=False)
     """Whether anything may expire: no look-up pays for it where no request asks for it."""
     moved_bytes: Counter[Flow] = field(default_factory=Counter)
+    num_copied: int = 0
+    """Chunks that came from others (remote.py), by the names that they have here."""
     found: Callable[[memoryview, int], None] | None = None
     """Told of the headers that recovery enters, and of how many bytes one has."""
     announce: Callable[[bool], bool] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -273,11 +273,17 @@ class DramTier(Tier):
         """Note what a waiting request wants, in place of what it wanted before."""
         absent = [chunk for chunk in chunks if chunk.dram.state is State.ABSENT]
         new, unwanted = self._look_ahead.want(request_id, chunks, absent)
+        leaving = defaultdict[Departures, list[int]](list)
         for chunk in new:
-            if chunk.dram.state is State.READY:
+            copy = chunk.dram
+            if copy.state is State.READY:
                 chunk.came_from = ""  # for others, or too late for who wanted it: now it is here
-        for chunk in (*new, *unwanted):
-            self.place(chunk)
+            order = self._order_of.pop(copy.slot, None)
+            if order is not None:
+                leaving[order].append(copy.slot)
+        for order, slots in leaving.items():  # what is wanted does not leave
+            order.remove_all(slots)
+        self._left.update(dict.fromkeys(unwanted))
 
     def leave_queue(self, request_id: str) -> None:
         """The request runs, or was aborted."""

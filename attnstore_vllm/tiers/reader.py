@@ -207,6 +207,7 @@ class Reader:
             source.cost.observe(now - max(begun_at, source.load_ended_at))
             source.load_ended_at = now
         verified = failure is None and context.residency.index.learn(chunk, tokens)
+        context.num_copied += verified and source.tier.is_remote
         if source.sums_payloads:
             chunk.dram.checksum = source.tier.copy_of(chunk).checksum
         if not verified and not chunk.dropped:  # else it was counted, or is not wanted

@@ -85,7 +85,7 @@ class RemoteIo(TierIo):
         self.answer_time = AnswerTime()
         self._open: deque[Ask] = deque()
         self.has_left = False
-        """Locked. KV of others is not ours any more, and ours not theirs: weights are others."""
+        """Locked. See leave()."""
 
     @abstractmethod
     def ask(self, ask: Ask) -> None:
@@ -188,6 +188,10 @@ class RemoteIo(TierIo):
     def gauges_now(self) -> dict[tuple[str, str], float]:
         return dict(self.gauges)  # entries are no bytes of ours
 
+    def leave(self) -> None:
+        self.has_left = True
+        self.forget_asks()
+
     def forget_asks(self) -> None:
         """Locked. A reset: what is answered from now on was asked before it."""
         for ask in self._open:
@@ -259,8 +263,7 @@ class RemoteTiers:
         the next start nothing is shared."""
         with self._context.progress:
             for tier in self._tiers:
-                tier.has_left = True
-                tier.forget_asks()
+                tier.leave()
         logger.warning("weights have changed: this engine shares KV with no other any more")
 
 

@@ -138,30 +138,19 @@ class Residency:
             for order in self._orders:
                 order.use_again(run)
 
-    def is_wanted_so(
-        self, request_id: str | None, pieces: Sequence[Piece], visit: Visit | None
-    ) -> bool:
-        """Whether a waiting request wants just these already, all are in DRAM or on their way, and
-        no other has used them since. Cost: a look at each."""
-        if request_id is None or visit is None:
-            return False
-        wants, grain = self.look_ahead.wants_of(request_id), self.index.grain
-        if len(wants) != len(pieces):
-            return False
-        size = self.index.chunk_tokens
-        border = visit.num_shared * size
-        for wanted, piece in zip(wants, pieces, strict=True):
-            chunk = piece.chunk
-            if wanted is not chunk or chunk.dram.state is State.ABSENT:
-                return False
-            is_own = piece.start >= border
-            run = visit.own if is_own else visit.used_run(piece.start // size, chunk.run)
-            if chunk.refused_by and chunk.copied_for is not run:  # worth another look
-                return False
-            is_of = chunk.run is run or piece.first is not None  # moved: of its own conversation
-            if not is_of and not piece.has_end(grain):
-                return False
-        return True
+    def use_stored(self, names: Sequence[ChunkName], runs: Sequence[Run | None]) -> int:
+        """How many of the leading chunks are in DRAM, and of these runs: their request has them in
+        HBM too, so nothing is to be copied. It uses them again. Cost: a look at each."""
+        used: list[Run] = []
+        for name, run in zip(names, runs, strict=True):
+            chunk = self.index.get(name.key)
+            if run is None or chunk is None or chunk.run is not run or chunk.refused_by:
+                break
+            if chunk.dram.state is State.ABSENT or run.has_expired(self.now):
+                break
+            used.append(run)
+        self.use_again(*dict.fromkeys(used))
+        return len(used)
 
     def run_of(self, chunk: Chunk) -> Run:
         """The run that used the chunk last, as far as that is known."""

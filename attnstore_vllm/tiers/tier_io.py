@@ -150,6 +150,9 @@ class TierIo(ABC):
         """Locked. The chunk is wrong, and about to be dropped: no later start may find it, nor any
         engine that shares the tier. With submit()."""
 
+    def leave(self) -> None:  # noqa: B027 - most are this engine's alone
+        """Locked. From now on nothing of this engine is shared with others, nor theirs with it."""
+
     def must_wait(self) -> bool:
         """Locked. Whether nothing can be stored before the tier has got more slots. Begins that."""
         return False

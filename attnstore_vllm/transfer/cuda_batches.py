@@ -7,17 +7,27 @@ Layers come one by one with the same pages, so that a layer costs one native cal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm.transfer.cuda_methods import Copy, Rule, Rules, choose
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, Rule, Rules, choose
 from attnstore_vllm.transfer.engine import Pages, Rows
 
 PAGES_AT_ONCE = 1 << 14
 """The most pages that one table may have."""
+
+
+class Fill(NamedTuple):
+    """Pages of a part that are in a span of the read buffer together."""
+
+    native: Any
+    """A PageBatch of _native_cuda."""
+    first: int
+    """In the part."""
+    num_pages: int
 
 
 class BatchPart(NamedTuple):
@@ -27,6 +37,8 @@ class BatchPart(NamedTuple):
     """A PageBatch of _native_cuda."""
     words: npt.NDArray[np.int64]
     """The table that the kernel reads; always the same object."""
+    fills: tuple[Fill, ...] = ()
+    """Through the read buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +57,14 @@ class Batch:
 
 
 def make_batch(
-    copy: Copy, native_copy: Any, pages: Pages, rows: Rows, rules: Rules, copiers: Sequence[Any]
+    copy: Copy, native_copies: Any, pages: Pages, rows: Rows, rules: Rules, copiers: Sequence[Any]
 ) -> Batch:
     """Check pages and rows, and choose a way for each kind. The arrays are read-only from then on.
 
+    What is to go through the read buffer, where a span takes none of its pages, goes by DMA.
+
     Args:
+        native_copies: Copy of _native_cuda.
         copiers: a PageCopier of _native_cuda for each kind of layers.
     Raises: IndexError for a slot, block or row that does not exist; ValueError for arrays of
         another shape.
@@ -59,11 +74,32 @@ def make_batch(
         parts = []
         for first in range(0, max(1, len(pages)), PAGES_AT_ONCE):
             at = slice(first, first + PAGES_AT_ONCE)
-            native = copier.prepare(native_copy, pages[at], rows[at])
+            native = copier.prepare(getattr(native_copies, copy.name), pages[at], rows[at])
             parts.append(BatchPart(native, native.words))
         num_runs = sum(part.native.num_runs for part in parts)
         run_bytes = len(pages) * copier.page_bytes / max(1, num_runs)
-        kinds.append((choose(rules, copy, run_bytes), tuple(parts)))
+        rule = choose(rules, copy, run_bytes)
+        if rule.method is Method.BUFFER:
+            if copy is Copy.LOAD and copier.span_pages:
+                parts = [
+                    _through_spans(copier, native_copies, pages[first : first + PAGES_AT_ONCE])
+                    for first in range(0, max(1, len(pages)), PAGES_AT_ONCE)
+                ]
+            else:
+                rule = replace(rule, method=Method.DMA)
+        kinds.append((rule, tuple(parts)))
     for array in (pages, rows):
         array.setflags(write=False)
     return Batch(pages, rows, rules, tuple(kinds))
+
+
+def _through_spans(copier: Any, native_copies: Any, pages: Pages) -> BatchPart:
+    """As many pages a span as it takes, in their order."""
+    in_span = np.arange(len(pages)) % copier.span_pages
+    scatter = copier.prepare(native_copies.SCATTER, pages, in_span)
+    fills = []
+    for first in range(0, len(pages), copier.span_pages):
+        some = pages[first : first + copier.span_pages]
+        native = copier.prepare(native_copies.FILL, some, np.arange(len(some)))
+        fills.append(Fill(native, first, len(some)))
+    return BatchPart(scatter, scatter.words, tuple(fills))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between HBM and the page-locked pool on CUDA, beside the model.
 
-Two streams of ours, one for loads and one for saves; the model's own gathers into the write buffer.
-docs/overlap.md says which stream waits for what.
+Three streams of ours, for loads, for saves and for what fills the read buffer; the model's own
+gathers into the write buffer.
+docs/overlap.md says which stream waits for what. It is long since it has all these waits.
 
 Priorities. In CUDA a lower number is a higher priority, 0 is the lowest there is, and 0 is what
 PyTorch, and so the model, has if no other is asked for. So ours are equal to such a model's
@@ -28,9 +29,10 @@ from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_batches import Batch, make_batch
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
 from attnstore_vllm.transfer.cuda_kernels import load_kernels, native_module
-from attnstore_vllm.transfer.cuda_methods import Copy, Method, Rules, find_rules
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rules, find_rules
 from attnstore_vllm.transfer.cuda_moves import TokenMover
 from attnstore_vllm.transfer.cuda_pool import LockedPool
+from attnstore_vllm.transfer.cuda_read_buffer import ReadSize, make_read_buffer
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
 from attnstore_vllm.transfer.cuda_tables import TableRing
 from attnstore_vllm.transfer.engine import (
@@ -74,6 +76,8 @@ class CudaEngine:
         rules: which way copies go; may be assigned to at any time. None: find_rules().
         rotations: of each group; empty where nothing is moved.
         borders: slots at which another file of the pool begins (SharedPool.borders).
+        read_size: of the read buffer. None: READ_SIZE if a rule says that loads go through it, else
+            there is none; without one they go by DMA.
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
         ConfigError if there is too little HBM.
         IndexError from load(), move(), save(), gather() and drain(), before anything is copied, for
@@ -97,6 +101,7 @@ class CudaEngine:
         rules: Rules | None = None,
         rotations: Sequence[Rotation] = (),
         borders: Sequence[int] = (),
+        read_size: ReadSize | None = None,
     ) -> None:
         self._native = native_module()
         _refuse_without_gpu(device)
@@ -120,8 +125,11 @@ class CudaEngine:
             self._kinds = kinds_of(layouts)
             self._arrays: list[torch.Tensor] = []
             """Numbers that native code reads in HBM."""
+            self._loads, self._saves, fills = self._make_streams()
+            self.read_buffer = make_read_buffer(
+                self._device, read_size, self.rules, fills, self._loads
+            )
             self._copiers = [self._make_copier(i, of_kind) for i, of_kind in enumerate(numbers)]
-            self._loads, self._saves = self._make_streams()
             self._tables = {copy: TableRing(self._device) for copy in (Copy.LOAD, Copy.SAVE)}
             self._tables[Copy.DRAIN] = self._tables[Copy.SAVE]
             self._tables[Copy.GATHER] = TableRing(self._device)
@@ -168,6 +176,7 @@ class CudaEngine:
                 self._loads_after, start = after, None
             if start is None:
                 start = self._load_times.start(self._loads)
+                self.read_buffer.comes_after(start)
             self._copy(Copy.LOAD, pages, _NO_ROWS, layers, self._loads)
             stop = self._load_times.stop(start, self._loads, num_bytes)
             self._load_ended = stop
@@ -260,7 +269,7 @@ class CudaEngine:
             logger.error("the GPU could not complete its copies: %s", error)
         self._pool.close()
         self._tables.clear()
-        del self._buffer
+        del self._buffer, self.read_buffer
 
     # ---- one copy ----------------------------------------------------------------------
 
@@ -276,8 +285,12 @@ class CudaEngine:
         ):
             of_kind = kind.within(layers)
             for part in parts if of_kind else ():
+                if rule.method is Method.BUFFER:
+                    self.read_buffer.give(copier, rule, part, of_kind, ring)
+                    continue
                 if rule.method is Method.DMA:
-                    copier.by_dma(part.native, of_kind.start, of_kind.stop, handle)
+                    is_early = rule.order is ReadOrder.ANY
+                    copier.by_dma(part.native, of_kind.start, of_kind.stop, is_early, handle)
                     continue
                 staged = ring.stage(part.words, handle)
                 copier.by_kernel(
@@ -298,15 +311,16 @@ class CudaEngine:
         """
         last = self._batches.get(copy)
         if last is None or not last.is_of(pages, rows, self.rules):
-            native_copy = getattr(self._native.Copy, copy.name)
-            last = make_batch(copy, native_copy, pages, rows, self.rules, self._copiers)
+            last = make_batch(copy, self._native.Copy, pages, rows, self.rules, self._copiers)
             self._batches[copy] = last
         return last
 
     def _failed(self, stream: torch.cuda.Stream, error: RuntimeError) -> FailedEvent:
-        """Work given to `stream` before the failure may still write, so it is waited for."""
+        """Work given to `stream` before the failure may still write, so it is waited for; and what
+        may still read slots for it."""
         try:
             stream.synchronize()
+            self.read_buffer.synchronize()
         except RuntimeError:
             logger.debug("the stream of a failed copy has failed as well")
         return FailedEvent(copy_error(error))
@@ -337,8 +351,9 @@ class CudaEngine:
         before = sum(self._geometry.regions[: self._kinds[number].first])
         rows_base = self._buffer.data_ptr() + self.num_rows * before
         shape = self._native.PageShape(**numbers, rows_base=rows_base, num_rows=self.num_rows)
-        arrays = self._native.PageCopier.arrays_of(shape)
-        return self._native.PageCopier(shape, **self._on_device(arrays))
+        spans = self._native.ReadSpans(*self.read_buffer.place())
+        arrays = self._native.PageCopier.arrays_of(shape, spans)
+        return self._native.PageCopier(shape, spans, **self._on_device(arrays))
 
     def _on_device(self, numbers: list[int]) -> dict[str, Any]:
         """The kernels, and where these numbers are from now on in their device's memory."""
@@ -363,9 +378,10 @@ class CudaEngine:
             movers.append(TokenMover(rotator, len(turned["theta"])))
         return movers
 
-    def _make_streams(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """For loads and for saves. PyTorch hands streams out of a pool and begins again when it has
-        been through it, so one that the model has is passed over."""
+    def _make_streams(self) -> list[torch.cuda.Stream]:
+        """For loads, for saves and for fills of the read buffer. PyTorch hands streams out of a
+        pool and begins again when it has been through it, so one that the model has is passed over.
+        """
         taken = {self._model().cuda_stream}
         ours: list[torch.cuda.Stream] = []
         for _ in range(_STREAMS_TRIED):
@@ -373,8 +389,8 @@ class CudaEngine:
             if stream.cuda_stream not in taken:
                 taken.add(stream.cuda_stream)
                 ours.append(stream)
-            if len(ours) == 2:
-                return ours[0], ours[1]
+            if len(ours) == 3:
+                return ours
         raise UnsupportedError("PyTorch gives out no streams but the model's own")
 
 

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of its two ways CUDA copies pages by, chosen by data: a table of rules.
+"""Which of its ways CUDA copies pages by, chosen by data: a table of rules.
 
 KERNEL  threads of the device read and write page-locked memory in place (csrc/cuda/copy_words.h).
         Any layout at the same speed, but it takes multiprocessors from the model, and waits for
         free ones behind a model that has them all.
 DMA     the copy engines, one call of the driver for many runs. Takes nothing from the model; each
-        run costs time of its own, so short runs are slow.
+        run costs time of its own, so short runs are slow. How early the driver may read the sources
+        of a load is part of the rule: told that it may at any time, it may read short runs with a
+        processor, during the call.
+BUFFER  loads alone: by DMA into the read buffer in HBM, in runs as long as a chunk's layer, and by
+        the kernel from there (transfer/cuda_read_buffer.py). No built-in table has it: whether it
+        is faster than the others is not measured.
 
 What decides is how long the contiguous runs are, neighbours on both sides counted as one. What goes
 to DRAM goes by DMA: it is not waited for, and the multiprocessors are the model's.
@@ -45,6 +50,17 @@ class Copy(Word):
 class Method(Enum):
     KERNEL = "kernel"
     DMA = "dma"
+    BUFFER = "buffer"
+
+
+class ReadOrder(Enum):
+    """When the sources of a load by DMA may be read. A save's are read in the stream's order: the
+    model writes them."""
+
+    ANY = "any"
+    """From the call on: the slots are full by then."""
+    STREAM = "stream"
+    """When the stream comes to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,7 @@ class Rule:
     method: Method
     thread_blocks: int = 24
     """CTAs of 128 threads each; up to sixteen of them go on one multiprocessor."""
+    order: ReadOrder = ReadOrder.ANY
 
     def __post_init__(self) -> None:
         assert self.from_run_bytes >= 0
@@ -100,9 +117,12 @@ def choose(rules: Rules, copy: Copy, run_bytes: float) -> Rule:
     return next(rule for rule in rules[copy] if run_bytes >= rule.from_run_bytes)
 
 
-def only(method: Method, thread_blocks: int = 24) -> Rules:
-    """Rules that move everything by `method`, except gathers, which stay as they are."""
-    across = (Rule(0, method, thread_blocks),)
+def only(method: Method, thread_blocks: int = 24, order: ReadOrder = ReadOrder.ANY) -> Rules:
+    """Rules that move everything by `method`, except gathers, which stay as they are; what is saved
+    goes by DMA where loads go through the read buffer."""
+    across = (Rule(0, method, thread_blocks, order),)
+    if method is Method.BUFFER:
+        return {**RULES, Copy.LOAD: across}
     return {**dict.fromkeys(Copy, across), Copy.GATHER: RULES[Copy.GATHER]}
 
 
@@ -111,7 +131,7 @@ def only(method: Method, thread_blocks: int = 24) -> Rules:
 
 def rules_path() -> Path:
     """The file of this user's measured tables: {name of the device: {name of the copy: [[from run
-    bytes, method, thread blocks], ...]}}."""
+    bytes, method, thread blocks, order], ...]}}. An order that is not there is "any"."""
     return Path.home() / ".config" / "attnstore" / "copy_rules.json"
 
 
@@ -161,7 +181,10 @@ def keep_rules(device: str, rules: Rules, path: Path | None = None) -> Path:
     except (OSError, ValueError, AssertionError):
         every = {}
     every[device] = {
-        copy.name: [[rule.from_run_bytes, rule.method.value, rule.thread_blocks] for rule in some]
+        copy.name: [
+            [rule.from_run_bytes, rule.method.value, rule.thread_blocks, rule.order.value]
+            for rule in some
+        ]
         for copy, some in rules.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +202,8 @@ def rules_of(found: Any) -> Rules:
     for name, some in found.items():
         try:
             rules[Copy[name]] = tuple(
-                Rule(int(length), Method(method), int(blocks)) for length, method, blocks in some
+                Rule(int(length), Method(method), int(blocks), *map(ReadOrder, rest))
+                for length, method, blocks, *rest in some
             )
         except (TypeError, ValueError, AssertionError) as error:
             raise ValueError(f"{name}: {some} are no rules") from error

@@ -21,7 +21,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm._native import PageCopier, PageRotator, PageShape, RotationShape, omp_team_size
+from attnstore_vllm._native import (
+    EncodedCopier,
+    PageCopier,
+    PageRotator,
+    PageShape,
+    RotationShape,
+    omp_team_size,
+)
+from attnstore_vllm.errors import CopyError, DoesNotFitError
+from attnstore_vllm.transfer.encoded import DecodedChunk, DecodedMoves
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import Kind, LayerLayout, kinds_of
 from attnstore_vllm.transfer.page_content import ContentMap
@@ -78,7 +87,8 @@ class CopyEngine(Protocol):
         earlier loads. Layers: those of its regions; None: all that the group has."""
 
     def save(self, pages: Pages, layers: range) -> StreamEvent:
-        """Begin to copy blocks into slots: after the model's order so far and earlier saves."""
+        """Begin to copy blocks into slots: after the model's order so far and earlier saves.
+        wait() and done() raise DoesNotFitError of pages that are encoded, when all is over."""
 
     def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
         """Copy blocks into rows, in the model's order: what comes later may overwrite them."""
@@ -112,6 +122,16 @@ class Over:
 
     def done(self) -> bool:
         return True
+
+
+class Failed(Over):
+    """That of copies of which some failed."""
+
+    def __init__(self, error: CopyError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        raise self._error
 
 
 class CpuEngine:
@@ -150,7 +170,10 @@ class CpuEngine:
 
     def load(self, pages: Pages, layers: range, after: StreamEvent | None = None) -> StreamEvent:
         began = time.perf_counter()
-        self._pages.load(pages, layers.start, layers.stop)
+        try:
+            self._pages.load(pages, layers.start, layers.stop)
+        except RuntimeError as error:
+            return Failed(CopyError(str(error)))
         num_bytes = len(pages) * bytes_of(self._geometry, layers)
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
@@ -159,14 +182,17 @@ class CpuEngine:
         assert self._rotators, "it is not known how K is rotated"
         began = time.perf_counter()
         layers = self._geometry.layers_of(group) if layers is None else layers
-        self._rotators[group].load(moved, layers.start, layers.stop)
+        try:
+            self._rotators[group].load(moved, layers.start, layers.stop)
+        except RuntimeError as error:
+            return Failed(CopyError(str(error)))
         num_bytes = bytes_moved(self._geometry, moved, layers, group)
         self._measured.append((num_bytes, time.perf_counter() - began))
         return Over()
 
     def save(self, pages: Pages, layers: range) -> StreamEvent:
-        self._pages.save(pages, layers.start, layers.stop)
-        return Over()
+        left_out = self._pages.save(pages, layers.start, layers.stop)
+        return Failed(DoesNotFitError(frozenset(left_out))) if left_out else Over()
 
     def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
         raise AssertionError("there is no write buffer")
@@ -175,10 +201,10 @@ class CpuEngine:
         raise AssertionError("there is no write buffer")
 
     def model_waits(self, event: StreamEvent) -> None:
-        """It is over."""
+        event.done()
 
     def wait(self, event: StreamEvent) -> None:
-        """It is over."""
+        event.done()
 
     def waited_s(self) -> float:
         return 0.0
@@ -246,18 +272,22 @@ class LoadsOnly:
 class KindCopier:
     """Native copiers of several kinds of pages as one of all; of its methods what theirs say."""
 
-    def __init__(self, kinds: Sequence[Kind], copiers: Sequence[PageCopier]) -> None:
+    def __init__(
+        self, kinds: Sequence[Kind], copiers: Sequence[PageCopier | EncodedCopier]
+    ) -> None:
         self._copiers = list(zip(kinds, copiers, strict=True))
 
     def load(self, copies: Pages, first_layer: int, stop_layer: int) -> None:
         for copier, layers in self._parts(first_layer, stop_layer):
             copier.load(copies, layers.start, layers.stop)
 
-    def save(self, copies: Pages, first_layer: int, stop_layer: int) -> None:
+    def save(self, copies: Pages, first_layer: int, stop_layer: int) -> list[int]:
+        left_out: list[int] = []
         for copier, layers in self._parts(first_layer, stop_layer):
-            copier.save(copies, layers.start, layers.stop)
+            left_out += copier.save(copies, layers.start, layers.stop) or []
+        return left_out
 
-    def _parts(self, first: int, stop: int) -> list[tuple[PageCopier, range]]:
+    def _parts(self, first: int, stop: int) -> list[tuple[PageCopier | EncodedCopier, range]]:
         check_layers(range(first, stop), self._copiers[-1][0].stop)
         found = [(copier, kind.within(range(first, stop))) for kind, copier in self._copiers]
         return [(copier, layers) for copier, layers in found if layers]
@@ -270,8 +300,8 @@ def check_layers(layers: range, num_layers: int) -> None:
 
 
 def bytes_of(geometry: Geometry, layers: range) -> int:
-    """Bytes of one block's pages in these layers."""
-    return sum(geometry.regions[layers.start : layers.stop])
+    """Bytes that one block's pages in these layers have in a slot."""
+    return sum(geometry.cells[layers.start : layers.stop])
 
 
 def bytes_moved(geometry: Geometry, moved: Moved, layers: range, group: int) -> int:
@@ -282,11 +312,17 @@ def bytes_moved(geometry: Geometry, moved: Moved, layers: range, group: int) -> 
 
 def page_copier(
     slots_base: int, num_slots: int, rank: int, geometry: Geometry, layouts: Sequence[LayerLayout]
-) -> PageCopier | KindCopier:
+) -> PageCopier | EncodedCopier | KindCopier:
     """The native copier of one rank's pages; of its arguments what CpuEngine says."""
     kinds = kinds_of(layouts)
     numbers = page_numbers(slots_base, num_slots, rank, geometry, layouts)
-    copiers = [PageCopier(PageShape(**of_kind)) for of_kind in numbers]
+    shapes = [PageShape(**of_kind) for of_kind in numbers]
+    copiers: Sequence[PageCopier | EncodedCopier]
+    if geometry.is_encoded:
+        cells = [geometry.cells[kind.first] for kind in kinds]
+        copiers = [EncodedCopier(*of_kind) for of_kind in zip(shapes, cells, strict=True)]
+    else:
+        copiers = [PageCopier(shape) for shape in shapes]
     return copiers[0] if len(copiers) == 1 else KindCopier(kinds, copiers)
 
 
@@ -298,12 +334,18 @@ def page_rotator(
     layouts: Sequence[LayerLayout],
     group: int,
     rotation: Rotation,
-) -> PageRotator:
+) -> PageRotator | DecodedMoves:
     """The native copier of single tokens of one group, of pages of one kind; of its arguments what
     CpuEngine says."""
-    (numbers,) = page_numbers(slots_base, num_slots, rank, geometry, layouts)
-    turned = rotation_numbers(rotation, geometry.groups[group].block_tokens)
-    return PageRotator(PageShape(**numbers), RotationShape(**turned))
+    block_tokens = geometry.groups[group].block_tokens
+    turned = RotationShape(**rotation_numbers(rotation, block_tokens))
+    if not geometry.is_encoded:
+        (numbers,) = page_numbers(slots_base, num_slots, rank, geometry, layouts)
+        return PageRotator(PageShape(**numbers), turned)
+    chunk = DecodedChunk(geometry)
+    decoder = page_copier(slots_base, num_slots, rank, geometry, chunk.layouts())
+    (numbers,) = page_numbers(chunk.address, 1, 0, chunk.geometry, layouts)
+    return DecodedMoves(chunk, decoder, PageRotator(PageShape(**numbers), turned), block_tokens)
 
 
 def rotation_numbers(rotation: Rotation, block_tokens: int) -> dict[str, Any]:
@@ -325,7 +367,8 @@ def page_numbers(
 ) -> list[dict[str, Any]]:
     """Arguments of a native PageShape for each kind of pages, in the order of kinds_of().
 
-    To the native code the regions of a kind are all that there are.
+    To the native code the regions of a kind are all that there are. Where slots keep pages
+    encoded, `layer_bytes` are those of the pages as the tensors have them.
     """
     assert tuple(layout.page_bytes for layout in layouts) == geometry.regions
     assert len({layout.num_blocks for layout in layouts}) == 1

@@ -8,6 +8,9 @@ The ranks of a pipeline stage have its layers alone, and ranks count stage by st
 a record of it, has the parts of all stages: it is there as a whole, or it is no hit. Parts have one
 size, that of the stage with most; behind a smaller one are zero bytes.
 
+Where slots keep pages encoded (`is_encoded`), each has a *cell* of fixed size in place of its
+bytes: so where it is does not depend on what it holds. A page that does not fit is not stored.
+
 vLLM's KV cache groups draw *physical blocks* of one size from one pool, and lie over each other: a
 physical block is one page in each *region*, and layer i of every group is in region i. So copies
 know regions and block ids, and no groups. A *page* is what vLLM calls so: the bytes of one block in
@@ -32,6 +35,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 SLOT_ALIGNMENT_BYTES = 4096
+ENCODING = "lossless/1"
+"""The encoding of pages in cells, with its version: csrc/codec/page_codec.h."""
+_CELL_PERCENT = 74
+"""A cell has so much of a page. Numbers around zero take 71; each hundredth without a code, 0.5."""
+_CELL_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,8 @@ class Geometry:
     what a layer keeps is not stored, or one state is of several tokens. 0: as prefix.py says."""
     prompts_only: bool = False
     """vLLM takes blocks of generated tokens from the spine while a request runs."""
+    is_encoded: bool = False
+    """Slots keep pages encoded."""
 
     spine: Group = field(init=False)
     has_window_alone: bool = field(init=False)
@@ -85,6 +95,8 @@ class Geometry:
     """That a slot has room for."""
     block_bytes: int = field(init=False)
     """Size of a physical block: its pages in all regions, on one rank."""
+    cells: tuple[int, ...] = field(init=False)
+    """The bytes that a page of each region has in a slot."""
     rank_bytes: int = field(init=False)
     """Size of one rank's part of a slot, the same for all."""
     slot_bytes: int = field(init=False)
@@ -107,7 +119,10 @@ class Geometry:
         ), "the spine's chunks are whole"
         blocks = _places(self.groups, self.chunk_tokens)
         block_bytes = sum(self.regions)
-        rank_bytes = blocks * max(map(sum, stages))
+        cells = [tuple(map(self._cell, stage)) for stage in (self.regions, *stages)]
+        rank_bytes = blocks * max(map(sum, cells))
+        if self.is_encoded:  # parts of ranks may lie apart (transfer/pool_files.py)
+            rank_bytes = _rounded(rank_bytes, SLOT_ALIGNMENT_BYTES)
         used = self.num_ranks // self.replicas * rank_bytes
         for name, value in (
             ("spine", spine),
@@ -116,8 +131,9 @@ class Geometry:
             ("block_tokens", tokens),
             ("blocks_per_chunk", blocks),
             ("block_bytes", block_bytes),
+            ("cells", cells[0]),
             ("rank_bytes", rank_bytes),
-            ("slot_bytes", -(-used // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES),
+            ("slot_bytes", _rounded(used, SLOT_ALIGNMENT_BYTES)),
             ("most_layers", max(map(len, stages))),
         ):
             object.__setattr__(self, name, value)
@@ -160,6 +176,11 @@ class Geometry:
         assert len(set(self.regions)) == 1, "pages have several sizes"
         return self.regions[0]
 
+    @property
+    def decoded(self) -> Geometry:
+        """The shapes of one rank's part alone, of pages that are not encoded."""
+        return replace(self.of_a_part(), is_encoded=False)
+
     def of_a_part(self) -> Geometry:
         """The shapes to a rank whose part of the slots lies apart: it is the only one there."""
         return replace(self, num_ranks=1, replicas=1)
@@ -174,7 +195,12 @@ class Geometry:
 
     def region_at(self, region: int) -> int:
         """Where a region begins in a rank's part."""
-        return self.blocks_per_chunk * sum(self.regions[:region])
+        return self.blocks_per_chunk * sum(self.cells[:region])
+
+    def _cell(self, page_bytes: int) -> int:
+        if not self.is_encoded:
+            return page_bytes
+        return _rounded(-(-page_bytes * _CELL_PERCENT // 100), _CELL_ALIGNMENT_BYTES)
 
     @property
     def all_block_bytes(self) -> int:
@@ -207,6 +233,8 @@ class Geometry:
             found["groups"] = [asdict(group) for group in self.groups]
         if any(self.room(group) for group in range(len(self.groups))):
             found["places"] = self.blocks_per_chunk
+        if self.is_encoded:
+            found["encoding"] = ENCODING
         return found
 
 
@@ -249,4 +277,9 @@ def groups_in(text: str) -> tuple[Group, ...]:
 
 def round_chunk_tokens(wanted: int, block_tokens: int) -> int:
     """`wanted` rounded up to whole blocks."""
-    return -(-wanted // block_tokens) * block_tokens
+    return _rounded(wanted, block_tokens)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    """Rounded up."""
+    return -(-number // multiple) * multiple

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from attnstore_vllm.errors import CopyError
+from attnstore_vllm.errors import CopyError, DoesNotFitError
 from attnstore_vllm.transfer.engine import CopyEngine, Pages, Rows, StreamEvent
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan, pages, tables_by_group
 
@@ -37,6 +37,9 @@ LAYERS_BEFORE_PASS = 4
 """Layers of a step's loads that are given to the device before its forward pass is launched. Its
 hooks give the others, each so many layers before it is read: a DMA call costs the host 0.5 us a
 run, which would hold up the launch of a pass that takes longer than the copies."""
+LAYERS_A_SAVE = 8
+"""Layers that are gathered and drained together: fewer and larger calls than one for each layer,
+while one group still leaves beside the gather, or the computing, of the next."""
 
 
 @dataclass(slots=True, eq=False)
@@ -301,6 +304,8 @@ class _Batch:
     rows: Rows
     next_layer: int = 0
     """Those before it are gathered."""
+    computed: int = 0
+    """Those before it are computed."""
     events: list[StreamEvent] = field(default_factory=list)
     """Ends of the drains that are not over, in their order."""
     has_failed: bool = False
@@ -312,12 +317,20 @@ class Saves:
 
     Args:
         queue_blocks: how many blocks may wait for rows; a save beyond that is given up.
+        layers_a_save: how many layers are gathered and drained together.
     """
 
-    def __init__(self, engine: CopyEngine, num_layers: int, queue_blocks: int) -> None:
+    def __init__(
+        self,
+        engine: CopyEngine,
+        num_layers: int,
+        queue_blocks: int,
+        layers_a_save: int = LAYERS_A_SAVE,
+    ) -> None:
         self._engine = engine
         self._all = range(num_layers)
         self._queue_blocks = queue_blocks
+        self._layers_a_save = layers_a_save
         self._queued: deque[TransferPlan] = deque()
         self._queued_blocks = 0
         self._this_step: _Batch | None = None
@@ -328,6 +341,7 @@ class Saves:
         self._freed: set[str] = set()
         self._finished: list[int] = []
         self._given_up: list[int] = []
+        self._has_warned = False
 
     def begin_step(
         self,
@@ -363,8 +377,13 @@ class Saves:
     def layer_computed(self, layer: int) -> None:
         """The forward pass has written this layer of all blocks of this step's saves."""
         batch = self._this_step
-        if batch is not None and layer == batch.next_layer:
-            self._move(batch, range(layer, layer + 1))
+        if batch is None or layer != batch.computed:
+            return
+        batch.computed += 1
+        if batch.computed - batch.next_layer == self._layers_a_save or batch.computed == len(
+            self._all
+        ):
+            self._move(batch, range(batch.next_layer, batch.computed))
 
     def end_step(self, finished: Sequence[str]) -> None:
         """After the forward pass.
@@ -373,8 +392,8 @@ class Saves:
             finished: requests that have ended, whose blocks vLLM keeps until take_freed().
         """
         batch, self._this_step = self._this_step, None
-        if batch is not None and batch.next_layer < len(self._all):
-            self._move(batch, self._all[batch.next_layer :])
+        if batch is not None:
+            self._move_rest(batch)
         if self._leaving:
             self._poll()
         if self._queued:
@@ -438,7 +457,12 @@ class Saves:
             return
         batch = self._take_batch()
         if batch is not None:
-            self._move(batch, self._all)
+            self._move_rest(batch)
+
+    def _move_rest(self, batch: _Batch) -> None:
+        """All layers that are left, which are computed."""
+        for first in range(batch.next_layer, len(self._all), self._layers_a_save):
+            self._move(batch, self._all[first : first + self._layers_a_save])
 
     def _move(self, batch: _Batch, layers: range) -> None:
         """Gather these layers, and begin to drain them."""
@@ -452,8 +476,24 @@ class Saves:
         plans, self._queued, self._queued_blocks = list(self._queued), deque(), 0
         if plans:
             table = pages(copy for plan in plans for copy in plan.copies)
-            self._engine.wait(self._engine.save(table, self._all))
-            self._finished += [plan.plan_id for plan in plans]
+            left_out: Collection[int] = ()
+            try:
+                self._engine.wait(self._engine.save(table, self._all))
+            except DoesNotFitError as error:
+                left_out = error.slots
+                self._warn_of_misfits()
+            for plan in plans:
+                is_whole = not any(copy.slot in left_out for copy in plan.copies)
+                (self._finished if is_whole else self._given_up).append(plan.plan_id)
+
+    def _warn_of_misfits(self) -> None:
+        """Once: a model whose KV does not fit at all would say it in each step."""
+        if not self._has_warned:
+            logger.warning(
+                "dram.codec: KV of some chunks does not fit in the room that DRAM has for encoded "
+                "KV; such chunks are not stored (event unsaved). Set codec: none if they are many"
+            )
+        self._has_warned = True
 
     def _poll(self) -> None:
         """Rows are free when all that was begun with them is over, whether it failed or not."""

@@ -5,7 +5,9 @@ Greedy answers differ between two runs where rounding moves two candidates past 
 depend on how a prompt was split and on who was in the same batch. So log-probabilities are
 compared, up to the first token that differs (benchmarks/rounding.py). What they may differ by is
 measured on servers without the store, which answer everything twice: computed, and with what is
-left in HBM's prefix cache; in a crowd, where vLLM preempts as it comes.
+left in HBM's prefix cache; in a crowd, where vLLM preempts as it comes, computed once more too,
+under another cache_salt, so that nothing of the first time is used. With each comparison is kept
+where answers part, and how far apart the reference's two best candidates were there.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ LEAVING: Final = 0.3
 FARTHEST: Final = 1_000.0
 """The largest drift that is written down: JSON has no infinity."""
 WRITTEN_DEADLINE_S: Final = 60.0
+NOISE: Final = "noise"
+"""The salt of what is computed once more."""
 
 
 class Wrong(Exception):
@@ -112,6 +116,7 @@ class Tried:
                 same_tokens=sum(a.tokens == b.tokens for a, b in pairs),
                 wrong=beyond,
                 drift=round(min(max(drifts, default=0.0), FARTHEST), 4),
+                parted=first_differences(pairs),
                 limit=round(reference.limit, 4),
             )
             if beyond:
@@ -121,7 +126,7 @@ class Tried:
                 )
         return wrong
 
-    def note(self, phase: str, **figures: float) -> None:
+    def note(self, phase: str, **figures: Any) -> None:
         self.phases.setdefault(phase, {}).update(figures)
 
     def wants(self, phase: str, what: str, value: int, least: int) -> None:
@@ -130,10 +135,25 @@ class Tried:
             self.lacking.append(f"{phase}: {what} is {value}; at least {least} was expected")
 
 
-def ask_crowd(served: Served, prompts: Prompts, max_tokens: int) -> list[Answer]:
-    """All at once."""
+def first_differences(pairs: Sequence[tuple[Answer, Answer]]) -> list[list[float]]:
+    """Of each pair that differs, the index of the first token that does, and the nats between the
+    first one's two best candidates there (FARTHEST: it names one)."""
+    found: list[list[float]] = []
+    for want, got in pairs:
+        for i, (ours, theirs) in enumerate(zip(want.tokens, got.tokens, strict=False)):
+            if ours != theirs:
+                best = [value for _, value in want.logprobs[i][:2]]
+                found.append([i, round(best[0] - best[1], 3) if len(best) == 2 else FARTHEST])
+                break
+    return found
+
+
+def ask_crowd(
+    served: Served, prompts: Prompts, max_tokens: int, salt: str | None = None
+) -> list[Answer]:
+    """All at once. With a salt, nothing is used that was computed without it."""
     with ThreadPoolExecutor(len(prompts)) as clients:
-        return list(clients.map(lambda prompt: served.ask(prompt, max_tokens), prompts))
+        return list(clients.map(lambda prompt: served.ask(prompt, max_tokens, salt), prompts))
 
 
 def ask_restless_crowd(
@@ -196,8 +216,11 @@ class Answers:
     def _refer(self, served: Served) -> Reference:
         size, (first, then) = self.setup.size, (self.prompted.asked, self.prompted.crowd)
         asked, again = ([served.ask(p, size.answer) for p in first] for _ in range(2))
-        crowd, once_more = (ask_crowd(served, then, size.crowd_answer) for _ in range(2))
-        return Reference(asked, crowd, [*map(drift, asked, again), *map(drift, crowd, once_more)])
+        crowd, once_more, computed = (
+            ask_crowd(served, then, size.crowd_answer, salt) for salt in (None, None, NOISE)
+        )
+        of_crowd = [*map(drift, crowd, once_more), *map(drift, crowd, computed)]
+        return Reference(asked, crowd, [*map(drift, asked, again), *of_crowd])
 
     def _try(self, name: str, case: Case, deadline: Deadline, tried: Tried) -> None:
         """Computed, from DRAM, in crowds, and after a restart from NVMe."""
@@ -219,7 +242,7 @@ class Answers:
             served.empty_hbm()
             tried.wants("dram", "loaded_tokens", ask_all(served, "dram")["dram"], least)
             self._crowds(served, tried)
-            _wait_until_written(served)
+            wait_until_written(served)
             self._note(tried, served)
         with self.setup.serve(f"{name}-again", case, deadline, store=store) as served:
             tried.wants("nvme", "loaded_tokens", ask_all(served, "nvme")["nvme"], least)
@@ -264,7 +287,7 @@ class Answers:
                     tried.note(layout, loaded_tokens=loaded)
                     if loaded:
                         tried.lacking.append(f"{layout}: {loaded} tokens of the other were loaded")
-                    _wait_until_written(served)
+                    wait_until_written(served)
                     self._note(tried, served)
             except ServerError as error:
                 self.reference(laid, f"{name}-{layout}", deadline)
@@ -279,7 +302,7 @@ class Answers:
         tried.complaints = list(dict.fromkeys([*tried.complaints, *served.complaints()]))
 
 
-def _wait_until_written(served: Served) -> None:
+def wait_until_written(served: Served) -> None:
     """Return when nothing more is written: a restart finds it on NVMe."""
     seen: list[int] = []
     deadline = time.monotonic() + WRITTEN_DEADLINE_S

@@ -95,10 +95,16 @@ class Size:
     crowd_answer: int
     dram: str
     nvme: str
+    """2.5 times DRAM at least: a smaller one loses what is new beside a busy disk."""
 
     timed: ModelShape
     """The model that is timed; its weights are dummies."""
     hits: tuple[int, ...]
+    """Lengths of histories."""
+    new: tuple[int, ...]
+    """Tokens behind them that are computed."""
+    pairs: int
+    """Hits of each kind."""
     rounds: int
     decoders: int
     """Requests that generate meanwhile."""
@@ -129,14 +135,15 @@ ON_GPU: Final = Size(
         max_position=8_192,
     ),
     block=16, model_len=8_192, hbm=12_288, asked=(16, 500, 6_000), crowd=(24, 1_800, 2_040),
-    answer=32, crowd_answer=512, dram="4GiB", nvme="8GiB",
-    timed=LLAMA_8B, hits=(2_048, 8_192, 32_768), rounds=5, decoders=8,
+    answer=32, crowd_answer=512, dram="4GiB", nvme="10GiB",
+    timed=LLAMA_8B, hits=(2_048, 8_192, 32_768), new=(1, 2, 16, 128, 1_024), pairs=8, rounds=5,
+    decoders=8,
     throughput_prompt=2_000,
 )  # fmt: skip
 ON_CPU: Final = Size(
     shape=TINY,
     block=128, model_len=2_048, hbm=3_072, asked=(6, 400, 1_500), crowd=(12, 480, 510),
     answer=24, crowd_answer=128, dram="64MiB", nvme="256MiB",
-    timed=SMALL, hits=(512, 1_024), rounds=2, decoders=1,
+    timed=SMALL, hits=(512, 1_024), new=(1, 2, 16, 128, 1_024), pairs=2, rounds=2, decoders=1,
     throughput_prompt=500,
 )  # fmt: skip

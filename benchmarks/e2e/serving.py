@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -23,6 +24,7 @@ from benchmarks.e2e.cases import Case, Size
 from benchmarks.hit_latency import Client
 from benchmarks.rounding import CANDIDATES, LogProbs
 from benchmarks.server import ServerError, VllmServer
+from benchmarks.throughput import one_round
 
 DOUBLES: Final = Path(__file__).parent / "doubles"
 LOADED: Final = "vllm:attnstore_loaded_tokens_total"
@@ -119,13 +121,16 @@ class Served:
         self.server = server
         self.port = server.port
 
-    def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """A greedy answer. Raises: OSError, HTTPException, ValueError if there is none."""
-        body = {
+    def ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None = None) -> Answer:
+        """A greedy answer; under a salt, of KV of its own. Raises: OSError, HTTPException,
+        ValueError if there is none."""
+        body: dict[str, Any] = {
             "max_tokens": max_tokens,
             "logprobs": CANDIDATES,
             "return_tokens_as_token_ids": True,
         }
+        if salt is not None:
+            body["cache_salt"] = salt
         connection = self._post(prompt, **body)
         try:
             answer = connection.getresponse()
@@ -156,6 +161,14 @@ class Served:
                     yield
         finally:
             connection.close()
+
+    def ttft_ms(self, prompt: list[int]) -> float:
+        """Milliseconds to the first token, of one."""
+        return Client(self.server).ttft_ms(prompt)
+
+    def tokens_per_s(self, random: Random, prompt_tokens: int) -> float:
+        """Of a round of new requests that come together (benchmarks/throughput.py)."""
+        return one_round(self.server, random, prompt_tokens)
 
     def _post(self, prompt: Sequence[int], **fields: Any) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_DEADLINE_S)
@@ -296,12 +309,8 @@ class Setup:
 
     def _transfer(self, name: str, store: Path, settings: dict[str, Any]) -> str:
         """A file of settings, as users write it; with a double, vLLM's own JSON."""
-        ours = {
-            "dram": self.size.dram,
-            "nvme": {"path": str(store), "capacity": self.size.nvme},
-            "compute_if_sooner": False,
-            **settings,
-        }
+        nvme = {"path": str(store), "capacity": self.size.nvme, **settings.get("nvme", {})}
+        ours = {"dram": self.size.dram, "compute_if_sooner": False, **settings, "nvme": nvme}
         if self.connector is None:
             file = self.work / f"{name}.yaml"
             file.write_text(json.dumps(ours))  # which is YAML

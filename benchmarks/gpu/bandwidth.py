@@ -7,47 +7,58 @@ are the host's, from the call to the last byte, so what a copy costs to begin wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 import torch
 
-from attnstore_vllm.transfer.cuda_methods import RULES, Method, Rules, only
+from attnstore_vllm.transfer.cuda_methods import Method, ReadOrder, Rules, only
+from attnstore_vllm.transfer.cuda_read_buffer import READ_SIZE
+from attnstore_vllm.transfer.worker_copies import LAYERS_A_SAVE
 from benchmarks.gpu.rig import KvRig, KvShape, Row, begin_seconds, in_turn
 
 AT_LEAST = 0.95
 WAYS: dict[str, Rules] = {
-    "rules": RULES,
     "DMA": only(Method.DMA),
+    "DMA in the stream's order": only(Method.DMA, order=ReadOrder.STREAM),
+    "read buffer": only(Method.BUFFER),
     **{f"kernel, {n} blocks": only(Method.KERNEL, n) for n in (8, 16, 24, 48)},
 }
-"""`rules` is what the engine does if it is not told otherwise."""
+IN_ORDER, BUFFER = "DMA in the stream's order", "read buffer"
 
 
-def measure(shape: KvShape, num_tokens: int, rounds: int) -> list[Row]:
-    rig = KvRig(shape, num_tokens, num_rows=num_tokens // 16)
+def ways(rig: KvRig) -> dict[str, Rules]:
+    """ "rules" is what the engine does if it is not told otherwise: as measured here, if it was."""
+    return {"rules": rig.rules, **WAYS}
+
+
+def measure(shape: KvShape, num_tokens: int, rounds: int) -> Iterator[Row]:
+    rig = KvRig(shape, num_tokens, num_rows=num_tokens // 16, read_size=READ_SIZE)
     try:
-        rows = _direction(rig, "H2D", _loads(rig), rounds)
-        return rows + _direction(rig, "D2H", _saves(rig), rounds)
+        yield from _direction(rig, "H2D", _loads(rig), rounds)
+        yield from _direction(rig, "D2H", _saves(rig), rounds)
     finally:
         rig.close()
 
 
 def _loads(rig: KvRig) -> dict[str, Callable[[], object]]:
     works: dict[str, Callable[[], object]] = {}
-    for name, rules in WAYS.items():
+    for name, rules in ways(rig).items():
         works[name] = _by(rig, rules, partial(rig.engine.load, rig.pages, rig.layers))
-        if name in ("rules", "DMA"):
+        if name in ("rules", "DMA", IN_ORDER, BUFFER):
             works[f"{name}, by layer"] = _by(rig, rules, partial(_load_by_layer, rig))
     return works
 
 
 def _saves(rig: KvRig) -> dict[str, Callable[[], object]]:
     works: dict[str, Callable[[], object]] = {}
-    for name, rules in WAYS.items():
-        works[name] = _by(rig, rules, partial(_gather_and_drain, rig))
-    works["rules, by layer"] = _by(rig, RULES, partial(_drain_by_layer, rig))
+    for name, rules in ways(rig).items():
+        if name not in (IN_ORDER, BUFFER):  # what is saved goes by DMA then
+            works[name] = _by(rig, rules, partial(_gather_and_drain, rig))
+    for count in (1, LAYERS_A_SAVE):
+        grouped = partial(_drain_by_layers, rig, count)
+        works[f"rules, {count} layers at a time"] = _by(rig, rig.rules, grouped)
     for name in ("DMA", "kernel, 16 blocks"):
         works[f"{name}, no buffer"] = _by(
             rig, WAYS[name], partial(rig.engine.save, rig.pages, rig.layers)
@@ -74,11 +85,12 @@ def _gather_and_drain(rig: KvRig) -> None:
     rig.engine.drain(rig.pages, rows, rig.layers)
 
 
-def _drain_by_layer(rig: KvRig) -> None:
+def _drain_by_layers(rig: KvRig, count: int) -> None:
     rows = np.arange(len(rig.pages))
-    for layer in rig.layers:
-        rig.engine.gather(rig.pages, rows, range(layer, layer + 1))
-        rig.engine.drain(rig.pages, rows, range(layer, layer + 1))
+    for first in range(0, len(rig.layers), count):
+        some = rig.layers[first : first + count]
+        rig.engine.gather(rig.pages, rows, some)
+        rig.engine.drain(rig.pages, rows, some)
 
 
 def _direction(

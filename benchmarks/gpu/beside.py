@@ -9,14 +9,20 @@ round in which they did not does not count.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from attnstore_vllm.transfer.cuda_methods import Copy, Method, Rules, choose
+from attnstore_vllm.transfer.cuda_read_buffer import READ_SIZE
 from attnstore_vllm.transfer.engine import StreamEvent
-from benchmarks.gpu.bandwidth import WAYS
+from benchmarks.gpu.bandwidth import IN_ORDER, ways
 from benchmarks.gpu.rig import KvRig, KvShape, Row, begin_seconds, in_turn
 
 AT_MOST_PERCENT = 3.0
+DMA_FROM_BYTES = 32 << 10
+"""Of shorter runs, DMA takes the host most of the time: rounds of it never end."""
 _TRIES = 4
 CYCLES_PER_S = 2e9
 """Of the device, about; no less."""
@@ -49,21 +55,29 @@ class Products:
         return float(first.elapsed_time(last)) / 1000
 
 
-def measure(shape: KvShape, num_tokens: int, rounds: int, size: int) -> list[Row]:
-    rig = KvRig(shape, num_tokens, num_rows=0)
+def measure(shape: KvShape, num_tokens: int, rounds: int, size: int) -> Iterator[Row]:
+    rig = KvRig(shape, num_tokens, num_rows=0, read_size=READ_SIZE)
     try:
         products = Products(size, 8)
         products.alone_s()
         # Long enough for the clocks to be what they are under load.
         products = Products(size, max(8, int(8 * 0.15 / products.alone_s())))
         what = f"slowdown of matrix products, % ({rig.shape.name})"
-        return [_one_way(rig, products, what, name, rounds) for name in WAYS]
+        for name, rules in ways(rig).items():
+            way = choose(rules, Copy.LOAD, shape.page_bytes)
+            if name == IN_ORDER:  # whether it is faster is measured elsewhere
+                continue
+            if way.method is Method.DMA and shape.page_bytes < DMA_FROM_BYTES:
+                left_out = f"left out: by DMA only from runs of {DMA_FROM_BYTES >> 10} KiB on"
+                yield Row(what, name, None, detail=left_out)
+                continue
+            yield _one_way(rig, products, rules, Row(what, name, None), rounds)
     finally:
         rig.close()
 
 
-def _one_way(rig: KvRig, products: Products, what: str, name: str, rounds: int) -> Row:
-    rig.engine.rules = WAYS[name]
+def _one_way(rig: KvRig, products: Products, rules: Rules, row: Row, rounds: int) -> Row:
+    rig.engine.rules = rules
     (load_s,) = in_turn([lambda: rig.engine.load(rig.pages, rig.layers)], 3)
     begin_s = begin_seconds(lambda: rig.engine.load(rig.pages, rig.layers))
     alone: list[float] = []
@@ -78,16 +92,16 @@ def _one_way(rig: KvRig, products: Products, what: str, name: str, rounds: int) 
             rates.append(rate)
         if len(beside) == rounds:
             break
-    goal = AT_MOST_PERCENT if name == "rules" else None
+    goal = AT_MOST_PERCENT if row.how == "rules" else None
     if not beside:
-        return Row(what, name, None, goal, True, "the loads never outlasted the products")
+        why = "the loads never outlasted the products"
+        return replace(row, goal=goal, at_most=True, detail=why)
     slowdown = 100 * (statistics.median(beside) / statistics.median(alone) - 1)
     speed = products.flop / statistics.median(alone) / 1e12
-    return Row(
-        what,
-        name,
-        slowdown,
-        goal,
+    return replace(
+        row,
+        value=slowdown,
+        goal=goal,
         at_most=True,
         detail=f"{speed:.0f} TFLOP/s alone, loads at {statistics.median(rates) / 1e9:.1f} GB/s",
     )

@@ -13,6 +13,7 @@ import torch
 
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import Method, Rules, only
+from attnstore_vllm.transfer.cuda_read_buffer import ReadSize
 from attnstore_vllm.transfer.engine import Pages
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
@@ -48,6 +49,7 @@ LAYOUTS = {
 }
 WAYS: dict[str, Rules] = {
     "DMA": only(Method.DMA),
+    "read buffer": only(Method.BUFFER),
     "kernel": only(Method.KERNEL),
     "kernel on 1 SM": only(Method.KERNEL, 1),
 }
@@ -76,7 +78,10 @@ class Twin:
         self.page_bytes = layouts[0].page_bytes
         geometry = Geometry.uniform(1, LAYERS, 1, self.page_bytes, WITHIN)
         self.slots = np.zeros((SLOTS, geometry.slot_bytes), np.uint8)
-        self.engine = CudaEngine(self.slots.ctypes.data, SLOTS, 0, geometry, layouts, device, ROWS)
+        size = ReadSize(3, -(-2 * self.page_bytes // 16) * 16)  # so that loads go round
+        self.engine = CudaEngine(
+            self.slots.ctypes.data, SLOTS, 0, geometry, layouts, device, ROWS, read_size=size
+        )
         used = LAYERS * WITHIN * self.page_bytes
         self.slots[:] = self._random.integers(0, 256, self.slots.shape, np.uint8)
         self.pool = self.slots.copy()  # as it should be

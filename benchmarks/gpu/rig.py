@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
+from attnstore_vllm.transfer.cuda_read_buffer import ReadSize
 from attnstore_vllm.transfer.engine import Pages, Rotation
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import describe
@@ -89,10 +90,17 @@ class KvRig:
         shape: KV is [blocks, 2, tokens, heads, dim] of bf16, one tensor a layer.
         num_rows: of the write buffer.
         moves: the engine is told how K is rotated.
+        read_size: of the read buffer; None: as the engine's rules say.
     """
 
     def __init__(
-        self, shape: KvShape, num_tokens: int, num_rows: int, seed: int = 1, moves: bool = False
+        self,
+        shape: KvShape,
+        num_tokens: int,
+        num_rows: int,
+        seed: int = 1,
+        moves: bool = False,
+        read_size: ReadSize | None = None,
     ) -> None:
         assert num_tokens % CHUNK_TOKENS == 0
         self.shape = shape
@@ -119,7 +127,10 @@ class KvRig:
             self.device,
             num_rows,
             rotations=[_rotation(shape)] if moves else [],
+            read_size=read_size,
         )
+        self.rules = self.engine.rules
+        """What it does if it is not told otherwise."""
         ids = np.random.default_rng(seed).permutation(self.num_blocks)
         places = np.arange(num_tokens // BLOCK_TOKENS)
         per_chunk = self.geometry.blocks_per_chunk

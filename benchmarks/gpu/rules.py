@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way copies of each length go fastest here: the table that engines on this device have.
 
-Loads of scattered pages, each one run, by DMA and by the kernel with several numbers of thread
-blocks. A load goes by DMA from the length on from which DMA is never slower.
+Loads of scattered pages, each one run, layer by layer as a forward pass has them: by DMA, read at
+any time and in the stream's order, by the kernel with several numbers of thread blocks, and through
+the read buffer. A load goes by DMA from the length on from which DMA is never slower than the
+kernel; and through the buffer where that is clearly faster than the better of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +21,12 @@ from attnstore_vllm.transfer.cuda_methods import (
     RULES,
     Copy,
     Method,
+    ReadOrder,
     Rule,
     Rules,
     keep_rules,
-    only,
 )
+from attnstore_vllm.transfer.cuda_read_buffer import READ_SIZE
 from benchmarks.gpu.rig import KvRig, KvShape, Row, in_turn
 
 THREAD_BLOCKS = (8, 16, 24, 32, 48)
@@ -31,76 +35,89 @@ CLOSE = 1.05
 SHAPES = tuple(
     KvShape(f"{2 * heads} KiB runs", 16, heads, head_dim=32) for heads in (1, 2, 4, 8, 16, 32, 64)
 )
+DMA = tuple(Rule(0, Method.DMA, order=order) for order in ReadOrder)
+KERNEL = tuple(Rule(0, Method.KERNEL, blocks) for blocks in THREAD_BLOCKS)
+BUFFER = tuple(Rule(0, Method.BUFFER, blocks) for blocks in (16, 32))
 
-Times = dict[int, list[float]]
-"""Seconds of one shape's load by each number of thread blocks, 0: by DMA; by run bytes."""
+Times = dict[int, dict[Rule, float]]
+"""Seconds of one shape's load in each of these ways, by run bytes."""
 
 
 def measure(
     num_tokens: int, rounds: int, path: Path | None = None, shapes: Sequence[KvShape] = SHAPES
-) -> list[Row]:
-    """Keeps the table too, in `path` (cuda_methods.rules_path)."""
-    times = {shape.page_bytes: _times(shape, num_tokens, rounds) for shape in shapes}
+) -> Iterator[Row]:
+    """Keeps the table too, in `path` (cuda_methods.rules_path), when all lengths were measured."""
+    times: Times = {}
+    for shape in shapes:
+        times[shape.page_bytes] = found = _times(shape, num_tokens, rounds)
+        by_kernel = min(found[way] for way in KERNEL)
+        any_order, in_order = (found[way] for way in DMA)
+        what = f"H2D by layer, runs of {shape.page_bytes / KIB:g} KiB"
+        took = f"DMA {1000 * any_order:.2f} ms, kernel {1000 * by_kernel:.2f} ms"
+        yield Row(what, "kernel's time over DMA's", by_kernel / any_order, detail=took)
+        took = f"{1000 * in_order:.2f} ms"
+        yield Row(what, "DMA in the stream's order over any", in_order / any_order, detail=took)
+        through = min(found[way] for way in BUFFER)
+        direct, took = min(any_order, in_order, by_kernel), f"{1000 * through:.2f} ms"
+        yield Row(what, "read buffer over the better of the others", through / direct, detail=took)
     rules = rules_from(times)
     device = torch.cuda.get_device_name(torch.cuda.current_device())
     kept = keep_rules(device, rules, path)
-    rows = []
-    for run_bytes, found in times.items():
-        by_kernel = min(found[1:])
-        rows.append(
-            Row(
-                f"H2D, runs of {run_bytes / KIB:g} KiB", "kernel's time over DMA's",
-                by_kernel / found[0], detail=f"DMA {1000 * found[0]:.2f} ms",
-            )
-        )  # fmt: skip
-    rule = rules[Copy.LOAD][0]
-    limit = rule.from_run_bytes / KIB if rule.method is Method.DMA else None
-    detail = f"{rules[Copy.LOAD][-1].thread_blocks} thread blocks below; kept in {kept}"
-    rows.append(Row("H2D", "DMA from KiB on", limit, detail=detail))
-    return rows
+    for rule in rules[Copy.LOAD]:
+        how = f"{rule.method.value}, {rule.thread_blocks} thread blocks, {rule.order.value} order"
+        yield Row("H2D by rule, from KiB on", how, rule.from_run_bytes / KIB, detail=f"in {kept}")
 
 
 def rules_from(times: Times) -> Rules:
-    """The built-in table, with what was measured of loads.
-
-    Args:
-        times: of each length of runs, seconds by DMA and then by THREAD_BLOCKS.
-    """
+    """The built-in table, with what was measured of loads."""
     lengths = sorted(times)
+    fastest = {length: min(times[length][way] for way in KERNEL) for length in lengths}
     limit = None
     for length in reversed(lengths):
-        if times[length][0] > min(times[length][1:]):
+        if min(times[length][way] for way in DMA) > fastest[length]:
             break
         limit = length
-    below = [length for length in lengths if limit is None or length < limit]
-    blocks = _thread_blocks([times[length][1:] for length in below])
+    blocks = _thread_blocks([times[n] for n in lengths if limit is None or n < limit])
     kernel = Rule(0, Method.KERNEL, blocks)
-    if limit is None:
-        loads: tuple[Rule, ...] = (kernel,)
-    elif limit == lengths[0]:
-        loads = (Rule(0, Method.DMA),)
-    else:
-        loads = (Rule(limit, Method.DMA), kernel)
-    return {**RULES, Copy.LOAD: loads}
+    # One order for all of them: what makes the difference is how the driver reads.
+    above = [times[n] for n in lengths if limit is not None and n >= limit]
+    dma = min(DMA, key=lambda way: sum(found[way] for found in above))
+    loads: list[Rule] = []
+    for length in lengths:
+        is_dma = limit is not None and length >= limit
+        rule = _or_buffer(times[length], dma if is_dma else kernel, DMA if is_dma else KERNEL)
+        if not loads or replace(rule, from_run_bytes=loads[0].from_run_bytes) != loads[0]:
+            loads.insert(0, replace(rule, from_run_bytes=length if loads else 0))
+    return {**RULES, Copy.LOAD: tuple(loads)}
 
 
-def _thread_blocks(times: Sequence[Sequence[float]]) -> int:
+def _or_buffer(times: dict[Rule, float], direct: Rule, ways: Sequence[Rule]) -> Rule:
+    """The buffer takes HBM, and the kernel multiprocessors behind it: only for a clear gain."""
+    best = min(times[way] for way in BUFFER)
+    if best * CLOSE > min(times[way] for way in ways):
+        return direct
+    return next(way for way in BUFFER if times[way] <= CLOSE * best)
+
+
+def _thread_blocks(times: Sequence[dict[Rule, float]]) -> int:
     """The smallest number that is close to the fastest, for each of these lengths."""
-    for i, blocks in enumerate(THREAD_BLOCKS):
-        if all(found[i] <= CLOSE * min(found) for found in times):
-            return blocks
+    for way in KERNEL:
+        if all(found[way] <= CLOSE * min(found[one] for one in KERNEL) for found in times):
+            return way.thread_blocks
     return THREAD_BLOCKS[-1]
 
 
-def _times(shape: KvShape, num_tokens: int, rounds: int) -> list[float]:
-    rig = KvRig(shape, num_tokens, num_rows=1)
+def _times(shape: KvShape, num_tokens: int, rounds: int) -> dict[Rule, float]:
+    rig = KvRig(shape, num_tokens, num_rows=1, read_size=READ_SIZE)
     try:
-        ways = [only(Method.DMA), *(only(Method.KERNEL, blocks) for blocks in THREAD_BLOCKS)]
-        return in_turn([partial(_load, rig, rules) for rules in ways], rounds)
+        ways = (*DMA, *KERNEL, *BUFFER)
+        works = [partial(_load, rig, {**RULES, Copy.LOAD: (way,)}) for way in ways]
+        return dict(zip(ways, in_turn(works, rounds), strict=True))
     finally:
         rig.close()
 
 
 def _load(rig: KvRig, rules: Rules) -> None:
     rig.engine.rules = rules
-    rig.engine.load(rig.pages, rig.layers)
+    for layer in rig.layers:
+        rig.engine.load(rig.pages, range(layer, layer + 1))

@@ -9,8 +9,9 @@ in a slot of the store: by layer and block of 128 tokens, K before V, in bf16.
 
 Speeds: raw bytes by processor time of one thread, the median of the rounds, on 32 MiB of KV and
 of numbers around zero. `channels`: 128 of them, with scales from 2^-4 to 2^4. `fast`: by the fast
-coding. int8 and fp8: the same as pages of 8 heads of 128 dims. A round reads and writes other
-memory first, so that caches are cold.
+coding. int8 and fp8: the same as pages of 8 heads of 128 dims. `in cells`, `as they are`: pages of
+64 KiB by the copiers of a worker, with dram.codec and without; `largest` is the largest page over
+its bytes. A round reads and writes other memory first, so that caches are cold.
 """
 
 from __future__ import annotations
@@ -20,25 +21,37 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
 from attnstore_lab.bench.summary import table
 from attnstore_lab.testing.tiny_model import MEDIUM, SMALL, make_model
-from attnstore_vllm._native import lossless_bound, lossless_decode, lossless_encode
+from attnstore_vllm._native import (
+    EncodedCopier,
+    PageCopier,
+    PageShape,
+    lossless_bound,
+    lossless_decode,
+    lossless_encode,
+)
 from attnstore_vllm.io.codec import CODECS, PayloadShape, Quantized
+from attnstore_vllm.transfer.geometry import Geometry
 from benchmarks.quality import data
 from benchmarks.report import machine
 
 TOKENS, BLOCK_TOKENS = 4_000, 128
 SPEED_BYTES = 32 << 20
 COLD_BYTES = 96 << 20
+PAGE_BYTES = 64 << 10
+GROUP, WINDOW = 256, 7
 
 
 def kv_of(directory: Path, tokens: list[int]) -> bytes:
@@ -150,6 +163,58 @@ def approximate(raw: bytes, rounds: int) -> dict[str, dict[str, float]]:
     return rows
 
 
+def page_sizes(raw: bytes) -> npt.NDArray[np.float64]:
+    """Bytes of each encoded page over its own, by csrc/codec/page_codec.h."""
+    numbers = np.frombuffer(raw, np.uint16)[: len(raw) // PAGE_BYTES * PAGE_BYTES // 2]
+    exponents = (numbers >> 7 & 255).reshape(-1, GROUP).astype(np.int64)
+    counts = np.zeros((len(exponents), 256), np.int64)
+    np.add.at(counts, (np.arange(len(exponents))[:, None], exponents), 1)
+    ends = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
+    escapes = GROUP - (ends[:, WINDOW:] - ends[:, :-WINDOW]).max(axis=1)
+    fixed = GROUP + GROUP * 3 // 8 + 2
+    pages = (fixed + escapes).reshape(-1, PAGE_BYTES // 2 // GROUP).sum(axis=1)
+    return np.asarray(pages / PAGE_BYTES)
+
+
+def in_cells(raw: bytes, rounds: int) -> dict[str, dict[str, float]]:
+    """A worker's copies of pages to slots and back, on one thread."""
+    count = len(raw) // PAGE_BYTES
+    hbm = np.frombuffer(raw, np.uint8)[: count * PAGE_BYTES].copy()
+    before = hbm.copy()
+    copies = np.stack([np.zeros(count), np.arange(count), np.arange(count)], axis=1).astype(int)
+    rows = {}
+    for name, is_encoded in (("in cells", True), ("as they are", False)):
+        one = Geometry.uniform(1, 1, 1, PAGE_BYTES, 1)
+        (cell,) = replace(one, is_encoded=is_encoded).cells
+        slots = np.zeros(count * cell, np.uint8)
+        shape = PageShape(
+            slots_base=slots.ctypes.data,
+            num_slots=1,
+            slot_bytes=slots.nbytes,
+            layer_bytes=hbm.nbytes,
+            page_bytes=PAGE_BYTES,
+            layer_bases=[hbm.ctypes.data],
+            num_blocks=count,
+            block_stride=PAGE_BYTES,
+            run_offsets=[0],
+            run_bytes=PAGE_BYTES,
+        )
+        copier = EncodedCopier(shape, cell) if is_encoded else PageCopier(shape)
+        if copier.save(copies, 0, 1):
+            continue  # some do not fit
+        hbm[:] = 0
+        copier.load(copies, 0, 1)
+        assert np.array_equal(hbm, before)
+        sizes = page_sizes(raw) if is_encoded else np.ones(1)
+        rows[name] = {
+            "size": float(sizes.mean()),
+            "largest": float(sizes.max()),
+            "encode": gigabytes_per_second(partial(copier.save, copies, 0, 1), hbm.nbytes, rounds),
+            "decode": gigabytes_per_second(partial(copier.load, copies, 0, 1), hbm.nbytes, rounds),
+        }
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path)
@@ -165,13 +230,16 @@ def main() -> None:
             size = len(encoded(raw, fast)) / len(raw)
             row = speeds(raw[:SPEED_BYTES], args.rounds, fast) | {"size": size}
             rows[f"{name}, fast" if fast else name] = row
+        of_pages = in_cells(raw[:SPEED_BYTES], args.rounds)
+        rows |= {f"{name}, {how}": row for how, row in of_pages.items()}
     rows |= approximate(numbers["normal, bf16"], args.rounds)
     if args.json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
         return
     print(machine())
-    columns = ["", "size over raw", "encode GB/s", "decode GB/s"]
-    told = [[n, *(f"{r[k]:.3f}" for k in ("size", "encode", "decode"))] for n, r in rows.items()]
+    columns = ["", "size over raw", "largest", "encode GB/s", "decode GB/s"]
+    kinds = ("size", "largest", "encode", "decode")
+    told = [[n, *(f"{r[k]:.3f}" if k in r else "" for k in kinds)] for n, r in rows.items()]
     print(table([columns, *told]))
 
 

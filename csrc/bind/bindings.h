@@ -6,5 +6,6 @@
 
 void bind_checksum(pybind11::module_& m);
 void bind_codec(pybind11::module_& m);
+void bind_encoded(pybind11::module_& m);
 void bind_rotator(pybind11::module_& m);
 void bind_uring(pybind11::module_& m);

@@ -38,6 +38,7 @@ using attnstore::MoveTable;
 using attnstore::PageBatch;
 using attnstore::PageShape;
 using attnstore::PageTable;
+using attnstore::ReadSpans;
 using attnstore::RotationShape;
 using attnstore::Rows;
 
@@ -109,7 +110,14 @@ void bind_copier(py::module_& m) {
       .value("LOAD", Copy::kLoad)
       .value("SAVE", Copy::kSave)
       .value("GATHER", Copy::kGather)
-      .value("DRAIN", Copy::kDrain);
+      .value("DRAIN", Copy::kDrain)
+      .value("FILL", Copy::kFill)
+      .value("SCATTER", Copy::kScatter);
+  py::class_<ReadSpans>(m, "ReadSpans", "The read buffer: spans of one size, which take pages.")
+      .def(py::init([](std::uint64_t base, std::uint64_t span_bytes, std::int64_t num_spans) {
+             return ReadSpans{base, span_bytes, num_spans};
+           }),
+           py::arg("base") = 0, py::arg("span_bytes") = 0, py::arg("num_spans") = 0);
   py::class_<PageBatch>(m, "PageBatch", "Pages that are copied together, in some layers at a time.")
       .def_property_readonly(
           "words",
@@ -126,11 +134,14 @@ void bind_copier(py::module_& m) {
       m, "PageCopier",
       "Appends copies of KV pages to streams. The memory behind the addresses\n"
       "outlives them. One thread calls it.")
-      .def(py::init([](PageShape pages, std::shared_ptr<Kernels> kernels, std::uint64_t arrays) {
+      .def(py::init([](PageShape pages, ReadSpans spans, std::shared_ptr<Kernels> kernels,
+                       std::uint64_t arrays) {
              const py::gil_scoped_release release;
-             return std::make_unique<CudaPageCopier>(std::move(kernels), std::move(pages), arrays);
+             return std::make_unique<CudaPageCopier>(std::move(kernels), std::move(pages), spans,
+                                                     arrays);
            }),
-           py::arg("pages"), py::kw_only(), py::arg("kernels"), py::arg("arrays"))
+           py::arg("pages"), py::arg("spans") = ReadSpans{}, py::kw_only(), py::arg("kernels"),
+           py::arg("arrays"))
       .def(
           "prepare",
           [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows) {
@@ -157,20 +168,54 @@ void bind_copier(py::module_& m) {
       .def(
           "by_dma",
           [](const CudaPageCopier& self, PageBatch& batch, std::int64_t first_layer,
-             std::int64_t stop_layer, std::uint64_t stream) {
+             std::int64_t stop_layer, bool reads_early, std::uint64_t stream) {
             const py::gil_scoped_release release;
-            self.by_dma(&batch, {first_layer, stop_layer}, as_stream(stream));
+            self.by_dma(&batch, {first_layer, stop_layer}, reads_early, as_stream(stream));
           },
-          py::arg("batch"), py::arg("first_layer"), py::arg("stop_layer"), py::arg("stream"),
-          "Copy by the copy engines.")
+          py::arg("batch"), py::arg("first_layer"), py::arg("stop_layer"), py::arg("reads_early"),
+          py::arg("stream"),
+          "Copy by the copy engines. The slots of a load may be read from now on if it says so.")
+      .def(
+          "bring",
+          [](const CudaPageCopier& self, const PageBatch& batch, std::uint64_t table_device,
+             std::uint64_t table_host, std::uint64_t stream) {
+            const py::gil_scoped_release release;
+            self.bring(batch, {table_device, table_host}, as_stream(stream));
+          },
+          py::arg("batch"), py::arg("table_device"), py::arg("table_host"), py::arg("stream"),
+          "Bring the table of a batch to `table_device`, unless `table_host` is 0.")
+      .def(
+          "fill",
+          [](const CudaPageCopier& self, PageBatch& batch, std::int64_t layer, std::int64_t span,
+             bool reads_early, std::uint64_t stream) {
+            const py::gil_scoped_release release;
+            self.fill(&batch, layer, span, reads_early, as_stream(stream));
+          },
+          py::arg("batch"), py::arg("layer"), py::arg("span"), py::arg("reads_early"),
+          py::arg("stream"), "Copy a layer of a batch of FILL into a span, by the copy engines.")
+      .def(
+          "scatter",
+          [](const CudaPageCopier& self, const PageBatch& batch, std::int64_t layer,
+             std::int64_t first, std::int64_t count, std::int64_t span, std::uint64_t table_device,
+             std::uint32_t thread_blocks, std::uint64_t stream) {
+            const py::gil_scoped_release release;
+            self.scatter(batch, layer, first, count, span, {table_device, 0}, thread_blocks,
+                         as_stream(stream));
+          },
+          py::arg("batch"), py::arg("layer"), py::arg("first"), py::arg("count"), py::arg("span"),
+          py::arg("table_device"), py::arg("thread_blocks"), py::arg("stream"),
+          "Copy a layer of so many pages of a batch of SCATTER out of a span, by the kernel, which\n"
+          "reads the whole batch's table at `table_device`.")
       .def_static(
           "arrays_of",
-          [](const PageShape& pages) {
-            const auto all = CudaPageCopier::arrays_of(pages);
+          [](const PageShape& pages, const ReadSpans& spans) {
+            const auto all = CudaPageCopier::arrays_of(pages, spans);
             const auto* const words = reinterpret_cast<const std::int64_t*>(all.data());
             return std::vector<std::int64_t>(words, words + 2 * all.size());
           },
-          py::arg("pages"), "What has to lie, 16 bytes aligned, at `arrays` on the device.")
+          py::arg("pages"), py::arg("spans") = ReadSpans{},
+          "What has to lie, 16 bytes aligned, at `arrays` on the device.")
+      .def_property_readonly("span_pages", &CudaPageCopier::span_pages)
       .def_property_readonly("page_bytes", &CudaPageCopier::page_bytes);
 }
 

@@ -57,6 +57,7 @@ PYBIND11_MODULE(_native, m) {
           "Copy these layers of blocks ([n, 3] int64) into slots; complete on return.");
   bind_rotator(m);
   bind_codec(m);
+  bind_encoded(m);
   m.def("omp_team_size", &attnstore::omp_team_size, py::call_guard<py::gil_scoped_release>(),
         "Threads that PageCopier's copies run on, if the calling thread calls it.");
 #if defined(ATTNSTORE_HAS_XXHASH)

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/cuda_copier.h"
 
+#include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace attnstore {
@@ -21,28 +24,49 @@ Places places_of(Copy copy) {
     case Copy::kGather:
       return {Place::kBlock, Place::kRow};
     case Copy::kDrain:
+      return {Place::kRow, Place::kSlot};
+    case Copy::kFill:
+      return {Place::kSlot, Place::kRow};
+    case Copy::kScatter:
       break;
   }
-  return {Place::kRow, Place::kSlot};
+  return {Place::kRow, Place::kBlock};
 }
 
-bool has_rows(Copy copy) { return copy == Copy::kGather || copy == Copy::kDrain; }
+bool is_through_spans(Copy copy) { return copy == Copy::kFill || copy == Copy::kScatter; }
+
+bool has_rows(Copy copy) { return copy != Copy::kLoad && copy != Copy::kSave; }
+
+void check_direct(Copy copy) {
+  if (is_through_spans(copy)) throw std::invalid_argument("it goes through the read buffer");
+}
+
+PageShape in_first_span(PageShape shape, const ReadSpans& spans) {
+  shape.rows_base = spans.base;
+  const std::uint64_t page_bytes = std::max<std::uint64_t>(1, shape.page_bytes);
+  shape.num_rows = static_cast<std::int64_t>(spans.span_bytes / page_bytes);
+  return shape;
+}
 
 }  // namespace
 
 CudaPageCopier::CudaPageCopier(std::shared_ptr<const Kernels> kernels, PageShape shape,
-                               std::uint64_t arrays)
+                               ReadSpans spans, std::uint64_t arrays)
     : kernels_(std::move(kernels)),
-      shape_(std::move(shape)),
+      shape_((check_shape(shape), std::move(shape))),
+      spans_(spans),
+      span_shape_(in_first_span(shape_, spans)),
       arrays_(reinterpret_cast<const Offsets*>(arrays)) {
-  check_shape(shape_);
+  if (spans_.span_bytes % sizeof(Word16) != 0) {
+    throw std::invalid_argument("a span of the read buffer is not whole words");
+  }
   for (std::size_t i = 0; i < kNumCopies; ++i) {
     const auto [source, target] = places_of(static_cast<Copy>(i));
     offsets_[i] = offsets_of(shape_, source, target);
   }
 }
 
-std::vector<Offsets> CudaPageCopier::arrays_of(const PageShape& shape) {
+std::vector<Offsets> CudaPageCopier::arrays_of(const PageShape& shape, const ReadSpans& spans) {
   std::vector<Offsets> all;
   for (std::size_t i = 0; i < kNumCopies; ++i) {
     const auto [source, target] = places_of(static_cast<Copy>(i));
@@ -50,24 +74,32 @@ std::vector<Offsets> CudaPageCopier::arrays_of(const PageShape& shape) {
     all.insert(all.end(), found.layers.begin(), found.layers.end());
     all.insert(all.end(), found.runs.begin(), found.runs.end());
   }
+  const CopyOffsets found = offsets_of(in_first_span(shape, spans), Place::kRow, Place::kBlock);
+  for (std::int64_t span = 0; span < spans.num_spans; ++span) {
+    const auto skipped = static_cast<std::uint64_t>(span) * spans.span_bytes;
+    for (const Offsets& layer : found.layers) all.push_back({skipped, layer.target});
+  }
+  all.insert(all.end(), found.runs.begin(), found.runs.end());
   return all;
 }
 
 PageBatch CudaPageCopier::prepare(Copy copy, const PageTable& table) const {
   check_copies(shape_, table.copies, {0, 0});
-  if (has_rows(copy)) check_rows(shape_, table);
+  const PageShape& shape = is_through_spans(copy) ? span_shape_ : shape_;
+  if (has_rows(copy)) check_rows(shape, table);
   const auto [source, target] = places_of(copy);
   PageBatch batch;
   batch.copy = copy;
-  batch.pages = first_runs(shape_, source, target, table);
-  add_runs(shape_, source, target, table, 0, &batch.runs);
-  merge_runs(shape_, source, target, &batch.runs);
+  batch.pages = first_runs(shape, source, target, table);
+  add_runs(shape, source, target, table, 0, &batch.runs);
+  merge_runs(shape, source, target, &batch.runs);
   return batch;
 }
 
 void CudaPageCopier::by_kernel(const PageBatch& batch, LayerRange layers, StagedTable staged,
                                std::uint32_t thread_blocks, CuStream stream) const {
   check_copies(shape_, {}, layers);
+  check_direct(batch.copy);
   if (batch.pages.empty()) return;
   const InContext in_context(loaded(kernels_).context());
   bring_table(staged, batch.pages.size() * sizeof(Offsets), stream);
@@ -84,8 +116,10 @@ void CudaPageCopier::by_kernel(const PageBatch& batch, LayerRange layers, Staged
   }
 }
 
-void CudaPageCopier::by_dma(PageBatch* batch, LayerRange layers, CuStream stream) const {
+void CudaPageCopier::by_dma(PageBatch* batch, LayerRange layers, bool reads_early,
+                            CuStream stream) const {
   check_copies(shape_, {}, layers);
+  check_direct(batch->copy);
   const InContext in_context(loaded(kernels_).context());
   const std::vector<Offsets>& offsets = offsets_[static_cast<std::size_t>(batch->copy)].layers;
   RunLists& lists = batch->lists;
@@ -109,8 +143,66 @@ void CudaPageCopier::by_dma(PageBatch* batch, LayerRange layers, CuStream stream
   }
   // Slots are loaded from when their saves are over. A save or a drain reads what the model or a
   // gather has just been given to write.
-  const bool is_load = batch->copy == Copy::kLoad;
-  copy_batch(&lists, is_load ? kCuSourceInAnyOrder : kCuSourceInStreamOrder, stream);
+  const bool is_early = reads_early && batch->copy == Copy::kLoad;
+  copy_batch(&lists, is_early ? kCuSourceInAnyOrder : kCuSourceInStreamOrder, stream);
+}
+
+void CudaPageCopier::check_span(std::int64_t layer, std::int64_t span) const {
+  check_copies(shape_, {}, {layer, layer + 1});
+  if (span < 0 || span >= spans_.num_spans) {
+    throw std::out_of_range("span " + std::to_string(span) + " of " +
+                            std::to_string(spans_.num_spans) + " does not exist");
+  }
+}
+
+void CudaPageCopier::fill(PageBatch* batch, std::int64_t layer, std::int64_t span, bool reads_early,
+                          CuStream stream) const {
+  check_span(layer, span);
+  const InContext in_context(loaded(kernels_).context());
+  const std::uint64_t of_layer =
+      offsets_[static_cast<std::size_t>(Copy::kLoad)].layers[static_cast<std::size_t>(layer)].source;
+  const std::uint64_t of_span = static_cast<std::uint64_t>(span) * spans_.span_bytes;
+  RunLists& lists = batch->lists;
+  lists.sources.clear();
+  lists.targets.clear();
+  lists.sizes.clear();
+  for (const Run& run : batch->runs) {
+    lists.sources.push_back(reinterpret_cast<CuAddress>(run.source) + of_layer);
+    lists.targets.push_back(reinterpret_cast<CuAddress>(run.target) + of_span);
+    lists.sizes.push_back(run.num_bytes);
+  }
+  copy_batch(&lists, reads_early ? kCuSourceInAnyOrder : kCuSourceInStreamOrder, stream);
+}
+
+void CudaPageCopier::bring(const PageBatch& batch, StagedTable staged, CuStream stream) const {
+  const std::size_t num_bytes = batch.pages.size() * sizeof(Offsets);
+  const InContext in_context(loaded(kernels_).context());
+  bring_table(staged, num_bytes, stream);
+}
+
+void CudaPageCopier::scatter(const PageBatch& batch, std::int64_t layer, std::int64_t first,
+                             std::int64_t count, std::int64_t span, StagedTable staged,
+                             std::uint32_t thread_blocks, CuStream stream) const {
+  check_span(layer, span);
+  const auto num_pages = static_cast<std::int64_t>(batch.pages.size());
+  if (first < 0 || count < 0 || count > span_pages() || first > num_pages - count) {
+    throw std::out_of_range("pages " + std::to_string(first) + " to " +
+                            std::to_string(first + count) + " of " + std::to_string(num_pages) +
+                            " are not in a span");
+  }
+  const InContext in_context(loaded(kernels_).context());
+  const std::size_t num_layers = shape_.layer_bases.size();
+  const Offsets* const of_spans =
+      arrays_ + kNumCopies * (num_layers + shape_.run_offsets.size());
+  const CopyArrays on_device{
+      reinterpret_cast<const Offsets*>(staged.device) + first,
+      of_spans + static_cast<std::size_t>(span) * num_layers,
+      of_spans + static_cast<std::size_t>(spans_.num_spans) * num_layers};
+  const std::uint32_t width = word_bytes(span_shape_, Place::kRow, Place::kBlock);
+  for (const CopyJob& job : make_jobs(shape_, on_device, static_cast<std::uint32_t>(count),
+                                      {layer, layer + 1}, width)) {
+    kernels_->copy(job, width, thread_blocks, stream);
+  }
 }
 
 }  // namespace attnstore

@@ -18,12 +18,22 @@
 namespace attnstore {
 
 enum class Copy : std::uint8_t {
-  kLoad,    // slots to blocks
-  kSave,    // blocks to slots
-  kGather,  // blocks to rows
-  kDrain,   // rows to slots
+  kLoad,     // slots to blocks
+  kSave,     // blocks to slots
+  kGather,   // blocks to rows
+  kDrain,    // rows to slots
+  kFill,     // slots to a span of the read buffer
+  kScatter,  // a span of the read buffer to blocks
 };
-constexpr std::size_t kNumCopies = 4;
+constexpr std::size_t kNumCopies = 4;  // of which each has arrays of all layers
+
+// The read buffer: spans of one size in the device's memory, each of which takes pages of one layer,
+// one after the other.
+struct ReadSpans {
+  std::uint64_t base = 0;
+  std::uint64_t span_bytes = 0;  // a multiple of 16
+  std::int64_t num_spans = 0;
+};
 
 // Pages that exist, for copies of one kind in one layer or several at a time. What does not depend
 // on the layer is worked out once.
@@ -42,10 +52,11 @@ class CudaPageCopier {
   // `shape` holds addresses as the device sees them. `arrays` is where arrays_of(shape) is in the
   // device's memory, which is the caller's and outlives this. Throws std::invalid_argument if the
   // shape contradicts itself. Calls nothing of CUDA.
-  CudaPageCopier(std::shared_ptr<const Kernels> kernels, PageShape shape, std::uint64_t arrays);
+  CudaPageCopier(std::shared_ptr<const Kernels> kernels, PageShape shape, ReadSpans spans,
+                 std::uint64_t arrays);
 
   // What the kernel reads besides pages, for each kind of copy.
-  static std::vector<Offsets> arrays_of(const PageShape& shape);
+  static std::vector<Offsets> arrays_of(const PageShape& shape, const ReadSpans& spans);
 
   // Throws std::out_of_range for a slot, block or row that does not exist. Calls nothing of CUDA.
   [[nodiscard]] PageBatch prepare(Copy copy, const PageTable& table) const;
@@ -56,14 +67,36 @@ class CudaPageCopier {
   void by_kernel(const PageBatch& batch, LayerRange layers, StagedTable staged,
                  std::uint32_t thread_blocks, CuStream stream) const;
 
-  // By the copy engines.
-  void by_dma(PageBatch* batch, LayerRange layers, CuStream stream) const;
+  // By the copy engines. `reads_early`: the driver may read the slots of a load from now on; else,
+  // and whatever else is copied, when the stream comes to it.
+  void by_dma(PageBatch* batch, LayerRange layers, bool reads_early, CuStream stream) const;
+
+  // Slots to a span, by the copy engines: one layer of a batch of kFill. Throws std::out_of_range for
+  // a layer or a span that does not exist; scatter() too.
+  void fill(PageBatch* batch, std::int64_t layer, std::int64_t span, bool reads_early,
+            CuStream stream) const;
+
+  // A span to blocks, by the kernel: one layer of `count` pages of a batch of kScatter, from `first`
+  // on. Their rows count from the span's beginning.
+  void scatter(const PageBatch& batch, std::int64_t layer, std::int64_t first, std::int64_t count,
+               std::int64_t span, StagedTable staged, std::uint32_t thread_blocks,
+               CuStream stream) const;
+
+  // Brings the table of a batch to the device, ahead of what reads it.
+  void bring(const PageBatch& batch, StagedTable staged, CuStream stream) const;
+
+  // How many pages a span takes; 0: it is too small for one.
+  [[nodiscard]] std::int64_t span_pages() const { return span_shape_.num_rows; }
 
   [[nodiscard]] std::uint64_t page_bytes() const { return shape_.page_bytes; }
 
  private:
+  void check_span(std::int64_t layer, std::int64_t span) const;
+
   const std::shared_ptr<const Kernels> kernels_;
   const PageShape shape_;
+  const ReadSpans spans_;
+  const PageShape span_shape_;  // whose write buffer is the first span
   const Offsets* const arrays_;
   std::array<CopyOffsets, kNumCopies> offsets_;
 };

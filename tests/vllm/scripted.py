@@ -184,6 +184,20 @@ class ScriptedEngine:
             named: what vLLM calls a picture of this content.
             sampling: more sampling parameters.
         """
+        self.scheduler.add_request(
+            self.make_request(
+                request_id, prompt, max_tokens, priority, params, resumable=resumable,
+                pictures=pictures, named=named, salt=salt, lora=lora, **sampling,
+            )
+        )  # fmt: skip
+
+    def make_request(
+        self, request_id: str, prompt: list[int], max_tokens: int, priority: int = 0,
+        params: Any = None, *, resumable: bool = False, pictures: Sequence[Picture] = (),
+        named: Callable[[str], str] = str, salt: str | None = None, lora: LoRARequest | None = None,
+        **sampling: Any,
+    ) -> Request:  # fmt: skip
+        """See add()."""
         how = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
@@ -191,7 +205,7 @@ class ScriptedEngine:
             extra_args={"kv_transfer_params": params} if params is not None else None,
             **sampling,
         )
-        request = Request(
+        return Request(
             request_id=request_id,
             prompt_token_ids=prompt,
             sampling_params=how,
@@ -203,7 +217,6 @@ class ScriptedEngine:
             block_hasher=self._hasher,
             resumable=resumable,
         )
-        self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

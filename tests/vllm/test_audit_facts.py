@@ -90,6 +90,17 @@ def test_nothing_is_audited(why: str) -> None:
     assert comparisons_of(None if why == "off" else config, shape, ranks, ahead) == ()
 
 
+def test_what_another_connector_brings_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    """Which KV it brings a request may say (`do_remote_prefill`): it would end the serving of
+    all."""
+    alone = described(GroupPages(2, SIDES))
+    assert len(comparisons_of(AUDIT, geometry(), [alone], 0)) == 1
+    beside = replace(alone, is_alone=False)
+    with caplog.at_level(logging.WARNING):
+        assert comparisons_of(AUDIT, geometry(2), [alone, beside], 0) == ()
+    assert "another connector" in caplog.text
+
+
 def test_where_bits_are_compared_states_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit_facts, "computes_alike", lambda _: True)
     groups = (Group(BLOCK, ("a",)), Group(BLOCK, ("d",), 1, "state"))

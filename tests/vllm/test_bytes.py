@@ -29,6 +29,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "mha": {"shape": MHA, "dram": "40MiB"},
     "gqa": {"shape": GQA, "dram": "20MiB"},
     "mqa, lossless": {"shape": MQA, "dram": "10MiB", "codec": "lossless"},
+    "mqa, encoded in DRAM": {
+        "shape": MQA,
+        "settings": {"dram": {"size": "8MiB", "codec": "lossless"}},
+    },
     "gqa two ranks": {"shape": TINY, "dram": "10MiB", "tensor_parallel": 2},
 }
 

@@ -42,3 +42,14 @@ def test_one_wrong_bit_in_each_load_is_seen(tmp_path: Path) -> None:
     assert phases["computed"]["wrong"] == 0
     assert phases["dram"]["wrong"] > 0 and phases["nvme"]["wrong"] > 0
     assert "nats; rounding is up to" in rows["eager"]["why"]
+
+
+def test_the_quick_form_runs_on_the_cpu_build(tmp_path: Path) -> None:
+    code, rows = run(tmp_path, "--quick", "--budget", "1500")
+    assert code == 0, {name: (row["outcome"], row["why"]) for name, row in rows.items()}
+    right = {name for name, row in rows.items() if row["outcome"] == "ok"}
+    assert right >= {"starts", "answers eager", "hits attnstore", "throughput", "nvme eager"}
+    assert all(row["why"] for row in rows.values() if row["outcome"] == "skipped")
+    assert {figure["detail"]["new"] for figure in rows["hits attnstore"]["figures"]} == {
+        1, 2, 16, 128, 1_024,
+    }  # fmt: skip

@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -22,7 +24,7 @@ from vllm.multimodal.inputs import (
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from attnstore_vllm.connector.media_data import read_media
+from attnstore_vllm.connector.media_data import read_media, why_no_media
 from attnstore_vllm.index.keys import CONTENT_BYTES
 from attnstore_vllm.scheduler import media
 from attnstore_vllm.scheduler.media import ALL_TOKENS, Content, MediaNames, RequestMedia
@@ -254,6 +256,35 @@ def test_a_name_is_the_first_contents() -> None:
     shared = feature(dog)
     come(names, shared)
     assert shared.identifier == "cam-7"  # the others of an `n` have it too
+
+
+def test_a_name_is_of_the_weights_that_it_came_under() -> None:
+    """vLLM's encoder may still have what others made. Those that come back are not known again."""
+    names = MediaNames(read_media)
+
+    def name() -> str:
+        names.end_step()
+        return str(come(names, feature(item(x=GRID))).request.mm_features[0].identifier)
+
+    assert name() == "cam-7"
+    found = {"cam-7"}
+    for number in (2, 3):
+        names.weights_changed()
+        found |= {name(), name()}
+        assert len(found) == number
+
+
+@pytest.mark.parametrize("given", [None, "some.other.Manager"])
+def test_a_cache_of_the_encoder_that_is_not_vllms(given: str | None) -> None:
+    """Of any content, from any process, by the name."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=None),
+        ec_transfer_config=None,
+        ec_manager_config=EncoderCacheManagerConfig(encoder_cache_manager_cls=given),
+    )
+    why = why_no_media(config)
+    assert (why is None) == (given is None)
+    assert why is None or "--ec-manager-config" in why
 
 
 def test_names_beyond_those_that_are_remembered_get_an_alias(

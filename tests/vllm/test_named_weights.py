@@ -77,6 +77,8 @@ def pause(engine: ScriptedEngine) -> None:
             engine.step()
     else:
         raise AssertionError("no reset succeeded")
+    for hbm in engine.worker.hbm:  # asleep, vLLM gives its memory away
+        hbm[:] = 0x7A
 
 
 def play(engine: ScriptedEngine, seed: int) -> None:
@@ -103,6 +105,20 @@ def play(engine: ScriptedEngine, seed: int) -> None:
 def test_random_pauses(engine: ScriptedEngine, seed: int) -> None:
     play(engine, seed)
     assert engine.worker.loaded_tokens > 300
+
+
+def test_a_sleep_right_behind_an_answer(engine: ScriptedEngine) -> None:
+    """Within one process vLLM sleeps at once: what the last request has left is to be copied in the
+    next step, from blocks that have other content by then."""
+    prompt = plain(Random(1), 120)
+    add(engine, "cold", prompt, 4)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    pause(engine)
+    resume(engine, 0)
+    add(engine, "warm", [*prompt, *plain(Random(2), 20)], 4)
+    engine.drain()
+    assert engine.worker.loaded_tokens >= 64
 
 
 def test_a_pause_keeps_what_requests_have_left(engine: ScriptedEngine) -> None:

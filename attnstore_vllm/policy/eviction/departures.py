@@ -182,11 +182,20 @@ class Departures:
 
     def remove(self, slot: int) -> None:
         """The slot is free, or not to leave now."""
-        group = self.groups[self._group_of[slot]]
-        self._group_of[slot] = -1
-        self._length -= 1
-        group.num_left -= 1
-        self._tidy(group)
+        self.remove_all((slot,))
+
+    def remove_all(self, slots: Sequence[int]) -> None:
+        """remove() of each. They are here."""
+        groups, group_of = self.groups, self._group_of
+        left: dict[int, _Group] = {}
+        for slot in slots:
+            number = group_of[slot]
+            group_of[slot] = -1
+            left[number] = group = groups[number]
+            group.num_left -= 1
+        self._length -= len(slots)
+        for group in left.values():
+            self._tidy(group)
 
     def victim(self, now: float, can_go: Callable[[int], bool]) -> int | None:
         """The slot to free, or None if none is found that can go. Nothing is changed.

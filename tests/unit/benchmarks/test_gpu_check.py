@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,15 @@ import pytest
 import torch
 
 from attnstore_vllm.transfer import cuda_engine
-from attnstore_vllm.transfer.cuda_methods import RULES, Copy, Method, Rule, find_rules
+from attnstore_vllm.transfer.cuda_methods import (
+    RULES,
+    Copy,
+    Method,
+    ReadOrder,
+    Rule,
+    find_rules,
+    keep_rules,
+)
 from benchmarks import gpu_check
 from benchmarks.gpu import (
     bandwidth,
@@ -152,6 +161,37 @@ def test_every_part_runs(tmp_path: Path) -> None:
     )
 
 
+def others(dma: float, buffer: float = 99.0) -> dict[Rule, float]:
+    """Seconds by DMA, whatever the order in which it is read, and through the read buffer."""
+    return {**dict.fromkeys(rules.DMA, dma), **dict.fromkeys(rules.BUFFER, buffer)}
+
+
+@pytest.mark.parametrize(
+    ("buffer", "loads"),
+    [
+        ([9, 9, 9], (Rule(200, Method.DMA), Rule(0, Method.KERNEL, 8))),
+        ([1, 1, 1], (Rule(0, Method.BUFFER, 16),)),
+        ([1.95, 1.95, 1.95], (Rule(200, Method.DMA), Rule(0, Method.KERNEL, 8))),
+        ([1.9, 1.9, 2.5], (Rule(300, Method.DMA), Rule(0, Method.BUFFER, 16))),
+        ([9, 1, 9], (Rule(300, Method.DMA), Rule(200, Method.BUFFER, 16),
+                     Rule(0, Method.KERNEL, 8))),
+    ],
+)  # fmt: skip
+def test_the_read_buffer_is_used_where_it_is_clearly_faster(
+    buffer: list[float], loads: tuple[Rule, ...]
+) -> None:
+    """All take two seconds without it: the kernel the shortest runs, DMA the others."""
+    slow, fast = (dict.fromkeys(rules.KERNEL, seconds) for seconds in (3.0, 2.0))
+    found = rules.rules_from(
+        {
+            100: {**fast, **others(9, buffer[0])},
+            200: {**slow, **others(2, buffer[1])},
+            300: {**slow, **others(2, buffer[2])},
+        }
+    )
+    assert found[Copy.LOAD] == loads
+
+
 @pytest.mark.parametrize(
     ("dma", "loads"),
     [
@@ -170,12 +210,29 @@ def test_the_measured_table_goes_by_what_is_never_slower(
         200: [4, 3, 3, 3, 3],
         300: [3, 3, 3, 3, 3],
     }
-    times = {length: [dma[i], *kernel[length]] for i, length in enumerate(kernel)}
+    times = {
+        length: {**dict(zip(rules.KERNEL, kernel[length], strict=True)), **others(dma[i])}
+        for i, length in enumerate(kernel)
+    }
     found = rules.rules_from(times)
     assert found[Copy.LOAD] == loads
     assert {copy: some for copy, some in found.items() if copy is not Copy.LOAD} == {
         copy: some for copy, some in RULES.items() if copy is not Copy.LOAD
     }
+
+
+@pytest.mark.parametrize(
+    ("in_order", "order"), [(1.0, ReadOrder.ANY), (0.9, ReadOrder.STREAM), (1.1, ReadOrder.ANY)]
+)
+def test_the_order_that_is_faster_is_in_the_table(
+    tmp_path: Path, in_order: float, order: ReadOrder
+) -> None:
+    slow, fast = (dict.fromkeys(rules.KERNEL, seconds) for seconds in (9.0, 0.1))
+    by_dma = {**others(1.0), **dict(zip(rules.DMA, (1.0, in_order), strict=True))}
+    found = rules.rules_from({100: {**fast, **by_dma}, 200: {**slow, **by_dma}})
+    assert found[Copy.LOAD] == (Rule(200, Method.DMA, order=order), Rule(0, Method.KERNEL, 8))
+    keep_rules("a fake", found, tmp_path / "rules.json")
+    assert find_rules("a fake", 13000, tmp_path / "rules.json") == found
 
 
 @pytest.mark.usefixtures("eager")
@@ -198,5 +255,41 @@ _look = moved_numbers.Pages._look
 
 @pytest.mark.usefixtures("eager")
 def test_products_beside_loads_that_do_not_outlast_them_are_not_counted() -> None:
-    rows = beside.measure(KvShape("tiny", layers=2, kv_heads=1, head_dim=8), 256, 1, 32)
+    rows = list(beside.measure(KvShape("tiny", layers=2, kv_heads=1, head_dim=8), 256, 1, 32))
     assert {row.value for row in rows} == {None}, "copies are over when they are begun here"
+    assert {row.how for row in rows if "never outlasted" in row.detail} == {
+        "rules",
+        *(name for name in bandwidth.WAYS if name.startswith(("kernel", "read"))),
+    }
+
+
+@pytest.mark.usefixtures("eager")
+def test_short_runs_are_not_loaded_by_dma_beside_products_and_a_row_says_so() -> None:
+    short = KvShape("short", layers=2, kv_heads=1, head_dim=8)
+    found = {row.how: row.detail for row in beside.measure(short, 256, 1, 32)}
+    assert found["DMA"] == "left out: by DMA only from runs of 32 KiB on"
+    long = KvShape("long", layers=1, kv_heads=8, head_dim=64)
+    assert long.page_bytes == beside.DMA_FROM_BYTES
+    found = {row.how: row.detail for row in beside.measure(long, 256, 1, 32)}
+    assert found["DMA"] == "the loads never outlasted the products"
+
+
+def test_a_run_that_is_ended_leaves_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, first = tmp_path / "found.json", Row("what", "how", 0.5)
+
+    def ended() -> Iterator[Row]:
+        yield first
+        assert json.loads(out.read_text())["rows"] == [first.to_json()]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "why_not", lambda: None)
+    monkeypatch.setattr(gpu_check, "machine", lambda: {"gpu": "a fake"})
+    monkeypatch.setattr(gpu_check, "parts", lambda size: {"bytes": ended, "rules": ended})
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(out), "--only", "bytes", "rules"])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main()
+    found = json.loads(out.read_text())
+    assert found["rows"] == [first.to_json()]
+    assert found["parts"] == ["bytes", "rules"], "what is missing can be seen"

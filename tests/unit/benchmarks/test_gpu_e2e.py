@@ -9,126 +9,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu_e2e
 from benchmarks.e2e import answers, speeds
-from benchmarks.e2e.answers import Answers, NotHere, Prompted, Reference, Tried, Wrong
-from benchmarks.e2e.cases import CASES, ON_CPU, Case
-from benchmarks.e2e.serving import NO_NUMBERS, Answer, Deadline, Late, Served, Setup, why_it_ended
-from benchmarks.server import Process, ServerError, unbroken
+from benchmarks.e2e.answers import (
+    FARTHEST,
+    Answers,
+    NotHere,
+    Prompted,
+    Reference,
+    Tried,
+    Wrong,
+    first_differences,
+)
+from benchmarks.e2e.cases import CASES, ON_CPU
+from benchmarks.e2e.figures import show
+from benchmarks.e2e.serving import NO_NUMBERS, Answer, Deadline, Late, why_it_ended
+from benchmarks.server import Process, unbroken
+from tests.scripted_servers import FAR, FakeSetup, Hurried, answer_to
 
 ROOT = Path(__file__).resolve().parents[3]
-FAR = 3.0
-"""Nats: no rounding."""
-
-
-def answer_to(prompt: Sequence[int], count: int, off: float = 0.0) -> Answer:
-    tokens = tuple((sum(prompt) + i) % 1_000 for i in range(count))
-    return Answer(tokens, tuple(((token, -0.1 - off), (1_001, -3.0 + off)) for token in tokens))
-
-
-class FakeServed(Served):
-    """A server that answers at once, as its setup says."""
-
-    def __init__(self, setup: FakeSetup, name: str, store: Path | None) -> None:
-        self._setup = setup
-        self._name = name
-        self._store = store
-        self._stored: set[tuple[int, ...]] = set()
-        self._preempted = 0
-        self._loaded = {"dram": 0, "nvme": 0}
-
-    def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        state, asked = self._setup.state, tuple(prompt)
-        tier = "nvme" if self._name.endswith(("-again", "-HND")) else "dram"
-        if self._store is not None and (tier == "nvme" or asked in self._stored):
-            self._loaded[tier] += len(asked) * (tier in state.tiers)
-        self._stored.add(asked)
-        return answer_to(prompt, max_tokens, state.off.get(self._name, 0.0))
-
-    def ask_and_leave(self, prompt: Sequence[int], max_tokens: int, after_s: float) -> None:
-        pass
-
-    def empty_hbm(self) -> None:
-        """And what comes next is preempted, or not."""
-        state = self._setup.state
-        state.calm -= 1
-        self._preempted += state.preempted * (state.calm < 0)
-
-    def loaded(self) -> dict[str, int]:
-        return dict(self._loaded)
-
-    def counted(self, name: str, **labels: str) -> int:
-        return self._preempted if name == answers.PREEMPTED else 1
-
-    def complaints(self) -> list[str]:
-        return []
-
-    def facts(self) -> list[str]:
-        return ["Using X attention backend"]
-
-
-@dataclass(slots=True)
-class State:
-    """What servers do, by their names."""
-
-    off: dict[str, float] = field(default_factory=dict)
-    """So many nats beside the truth."""
-    dead: dict[str, str] = field(default_factory=dict)
-    """They end at their start, with this log."""
-    tiers: set[str] = field(default_factory=lambda: {"dram", "nvme"})
-    preempted: int = 1
-    calm: int = 0
-    """So many times that HBM is emptied before anything is preempted."""
-    started: list[str] = field(default_factory=list)
-
-
-class FakeSetup(Setup):
-    __slots__ = ("state",)
-    state: State
-
-    def __init__(self, work: Path) -> None:
-        super().__init__(ON_CPU, work, work, True, [0, 1], None, work)
-        object.__setattr__(self, "state", State())
-
-    @contextmanager
-    def serve(
-        self,
-        name: str,
-        case: Case,
-        deadline: Deadline,
-        *,
-        store: Path | None = None,
-        **_: Any,
-    ) -> Iterator[Served]:
-        self.state.started.append(name)
-        if name in self.state.dead:
-            raise ServerError(self.state.dead[name])
-        yield FakeServed(self, name, store)
 
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSetup:
-    monkeypatch.setattr(answers, "time", _Hurried())
+    monkeypatch.setattr(answers, "time", Hurried())
     return FakeSetup(tmp_path)
-
-
-class _Hurried:
-    """Sleeps no longer than it must."""
-
-    monotonic = staticmethod(time.monotonic)
-
-    @staticmethod
-    def sleep(seconds: float) -> None:
-        pass
 
 
 def tried_by(setup: FakeSetup, name: str = "default") -> Tried:
@@ -152,6 +62,25 @@ def test_wrong_answers_fail_it(setup: FakeSetup, name: str, said: str) -> None:
     setup.state.off[name] = FAR
     with pytest.raises(Wrong, match=said):
         tried_by(setup, "eager")
+
+
+def test_where_answers_part_is_told_with_what_the_reference_made_of_it() -> None:
+    left = ((7, -0.5), (8, -0.75))
+    want = Answer((7, 7, 7), (left, left, left))
+    assert first_differences([(want, want)]) == []
+    got = [Answer((7, 8, 9), (left,) * 3), Answer((7, 7, 9), (left,) * 3)]
+    assert first_differences([(want, one) for one in got]) == [[1, 0.25], [2, 0.25]]
+    assert first_differences([(NO_NUMBERS, want)]) == [[0, FARTHEST]]
+    tried = Tried(got=[("crowd", "crowd", got)])
+    tried.judge(Reference([], [want, want], [0.0]))
+    assert tried.phases["crowd"]["parted"] == [[1, 0.25], [2, 0.25]]
+
+
+def test_the_crowd_of_a_reference_is_computed_twice(setup: FakeSetup) -> None:
+    tried_by(setup)
+    salts = [salt for name, _, salt in setup.state.asked if name == "eager-reference"]
+    assert salts.count("noise") == ON_CPU.crowd[0]
+    assert salts.count(None) == 2 * ON_CPU.asked[0] + 2 * ON_CPU.crowd[0]
 
 
 def test_an_answer_without_numbers_is_wrong() -> None:
@@ -253,7 +182,7 @@ def test_a_case_never_ends_the_run(setup: FakeSetup, monkeypatch: pytest.MonkeyP
     assert run.try_one("full").to_json()["why"] == "the CPU build has no CUDA graphs"
     assert run.try_one("copies").outcome == "skipped"
     rows = [run.try_one(name).to_json() for name in ("eager", "full")]
-    assert "eager: ZeroDivisionError" in gpu_e2e.show(rows)
+    assert "eager: ZeroDivisionError" in show(rows)
     json.dumps(rows, allow_nan=False)
 
 

@@ -6,7 +6,7 @@ It is long since each setting has its wrong values here.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,42 @@ def test_a_relative_path_is_refused_with_the_absolute_one() -> None:
 def test_a_path_must_be_text(path: object) -> None:
     message = message_of(MINIMAL | {"nvme": {"path": path, "capacity": "1GiB"}})
     assert f"nvme.path is {path!r}" in message
+
+
+def test_dram_may_have_a_codec() -> None:
+    config = StoreConfig.parse(MINIMAL | {"dram": {"size": "64GiB", "codec": "lossless"}})
+    assert (config.dram_bytes, config.dram_codec) == (64 << 30, "lossless")
+    shares = replace(config, data_parallel_size=4).share(3)
+    assert (shares.dram_bytes, shares.dram_codec) == (16 << 30, "lossless")
+    plain = StoreConfig.parse(MINIMAL)
+    for dram in ({"size": "64GiB"}, {"size": "64GiB", "codec": "none"}):
+        assert StoreConfig.parse(MINIMAL | {"dram": dram}) == plain
+
+
+@pytest.mark.parametrize(
+    ("dram", "more", "said"),
+    [
+        ({"codec": "lossless"}, {}, "dram.size is missing"),
+        ({"size": "1GiB", "codec": "int8"}, {}, "dram.codec is 'int8'; it must be one of none, "),
+        ({"size": "1GiB", "codecs": "none"}, {}, "dram.codecs is not a setting of AttnStore"),
+        ({"size": "64KiB"}, {}, "dram.size is 64KiB"),
+        ({"size": "1GiB", "codec": "lossless"}, {"audit": {}}, "lossless and audit is set"),
+        (
+            {"size": "1GiB", "codec": "lossless"},
+            {"nvme": MINIMAL["nvme"] | {"codec": "int8"}},
+            "dram.codec is lossless and nvme.codec int8",
+        ),
+        (
+            {"size": "1GiB", "codec": "lossless"},
+            {"nvme": MINIMAL["nvme"] | {"codec": "lossless"}},
+            "leave one of the two out",
+        ),
+    ],
+)
+def test_what_goes_with_the_codec_of_dram(
+    dram: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    assert said in message_of(MINIMAL | {"dram": dram} | more)
 
 
 @pytest.mark.parametrize("settings", [None, [], "dram: 64GiB", 3])

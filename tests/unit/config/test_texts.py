@@ -21,6 +21,7 @@ from tools import settings_page
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
 SECTIONS: dict[str, dict[str, Any]] = {
+    "dram": {"size": "1GiB"},
     "nvme": BARE["nvme"], "pinning": {}, "truncation": {}, "trace": {"path": "/x"},
     "shared": {"redis": "redis://h"}, "audit": {},
 }  # fmt: skip

@@ -382,3 +382,42 @@ def test_saves_that_are_given_up_are_no_alarm(start: Start) -> None:
     world.end_step()
     world.rig.until_idle()
     assert world.outcomes() == {"not_compared": 4}
+
+
+def test_what_runs_when_it_stops_leaves_nothing(start: Start) -> None:
+    """It may have loaded what was wrong, and goes on from it."""
+    world = start(audit={"stop_after": 1})
+    runs = world.asks(tokens_of(2, LENGTH), "runs")
+    world.report(world.side.build_step(output({"runs": (0, CHUNK)}, {})))
+    runs.num_computed_tokens = CHUNK
+    world.put(tokens_of(1, LENGTH), wrong=1)
+    assert world.serves(tokens_of(1, LENGTH)) == 0
+    assert world.store.is_distrusted
+    assert len(world.store.residency.index) == 0
+    world.report(world.side.build_step(output({}, {"runs": (CHUNK, LENGTH - CHUNK)})))
+    runs.num_computed_tokens = LENGTH
+    world.finish(runs)
+    world.end_step()
+    world.rig.until_idle()
+    assert len(world.store.residency.index) == 0
+
+
+def test_a_hit_that_was_drawn_under_other_weights_says_nothing(start: Start) -> None:
+    """vLLM had no room for it, and a pause brought new weights: what it computes is theirs. A false
+    alarm would remove what is right, and some of them would end the serving of all."""
+    world = start()
+    names = world.put(tokens_of(1, LENGTH), wrong=2)
+    request = world.request("one", tokens_of(1, LENGTH))
+    world.sequences["one"] = tokens_of(1, LENGTH)
+    world.come(request)
+    assert world.ask(request) == 0
+    world.end_step()
+    world.side.requests["one"].be_of_weights(b"new" + bytes(29))
+    assert world.answer(request) == 0
+    world.start(request, 0)
+    world.end_step(request)
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {}
+    assert world.store.residency.index.get(names[2].key) is not None

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_vllm.identity.weights import Weights
 from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.request import make_state
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.types import Seen
 from tests.step_world import BLOCK, CHUNK, StepWorld
@@ -24,10 +26,10 @@ UNTOLD: Mapping[int, bytes | None] = {0: None}
 class World(StepWorld):
     """Workers say of the weights what the test says. `resets` counts those of the store."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.look: tuple[Seen, Mapping[int, bytes | None]] = Seen.SAME, OF_START
         self.num_looks = self.resets = 0
-        super().__init__(monkeypatch)
+        super().__init__(monkeypatch, **options)
         self.side.names = Weights(bytes(32), b"files")
         self.side.namespace = None
         reset = Store.reset
@@ -115,6 +117,23 @@ def test_kv_that_no_look_has_confirmed_goes(world: World) -> None:
     world.empty_hbm()
     world.now(Seen.CHANGED, OF_START)
     assert world.found("files") == 0, "dropped"
+
+
+def test_copies_that_no_look_has_confirmed_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sibling has weights updated first. What it computes before it looks has the old name, and
+    comes here: later the weights of that name would find it."""
+    others = Others()
+    world = World(monkeypatch, store={"more_tiers": (MakeRemoteDict(others),)})
+    namespace = world.side.names.namespace
+    assert namespace is not None
+    state = make_state(world.request("theirs", PROMPT), namespace, b"", CHUNK)
+    for name in state.sequence.names(0, 2, state.tenant):
+        others.put(name, bytes(world.rig.pool.slot_bytes))
+    assert world.found("copies", [*PROMPT[: 2 * CHUNK], 7]) == 2 * CHUNK
+    world.now(Seen.CHANGED, OTHERS)
+    assert world.found("others") == 0
+    assert world.resets == 1
+    world.close()
 
 
 def test_a_request_that_waits_is_of_the_new_weights(world: World) -> None:

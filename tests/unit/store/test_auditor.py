@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_vllm.cli.inspect import show_audits
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
+from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.types import NVME, Event
 from tests.helpers import (
     NAMESPACE,
@@ -304,3 +306,14 @@ def test_inspect_lists_what_an_audit_has_left(
     assert f"not served: {stopped_path(tmp_path, NAMESPACE)} is there" in said
     assert "16 tokens from token 0 of a prompt; rank 0, layer 0: other bits" in said
     assert str(strange) in said and "\x1b" not in said
+
+
+def test_after_that_nothing_is_shared(open_rig: Rigs, tmp_path: Path) -> None:
+    others = MakeRemoteDict(Others())
+    rig, _ = audited(open_rig, tmp_path, audit={"stop_after": 1}, more_tiers=(others,))
+    tier = rig.store.thread.tiers[1]
+    assert isinstance(tier, RemoteIo) and not tier.has_left
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    compare(rig, chunk, payload_of(chunk.name))
+    assert rig.store.is_distrusted
+    assert tier.has_left, "what recovery still finds is told to none"

@@ -16,6 +16,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Run, Visit, unknown_run
+from attnstore_vllm.store import lookup
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import NVME, StoreFailure
 from tests.helpers import CHUNK_TOKENS, lru, name_of, num_dirty, sequence_of, tokens_of
@@ -111,7 +112,7 @@ def test_a_request_that_asks_again_is_looked_at_anew_where_something_has_changed
     tiers.look_ahead.append("waits")
 
     def is_wanted_so() -> bool:
-        return tiers.is_wanted_so("waits", [Piece(chunk, 0, 16)], visit)
+        return lookup.is_wanted_so(tiers, "waits", [Piece(chunk, 0, 16)], visit)
 
     def ask() -> None:
         tiers.use([chunk], visit.own)
@@ -120,8 +121,8 @@ def test_a_request_that_asks_again_is_looked_at_anew_where_something_has_changed
     assert not is_wanted_so()
     ask()
     assert is_wanted_so()
-    assert not tiers.is_wanted_so(None, [Piece(chunk, 0, 16)], visit)
-    assert not tiers.is_wanted_so("waits", [Piece(other, 0, 16)], visit)
+    assert not lookup.is_wanted_so(tiers, None, [Piece(chunk, 0, 16)], visit)
+    assert not lookup.is_wanted_so(tiers, "waits", [Piece(other, 0, 16)], visit)
     tiers.use([chunk], another)  # it stands in the orders as another one's
     assert not is_wanted_so()
     ask()

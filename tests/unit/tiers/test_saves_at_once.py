@@ -31,7 +31,7 @@ LONGEST = 24
 """Chunks: more than one decision is for (policy/eviction/rules.py: KEPT_PART)."""
 
 
-class _Logged(Residency):
+class Logged(Residency):
     """Notes what leaves DRAM, in which order."""
 
     def __init__(self, policy: str) -> None:
@@ -73,7 +73,7 @@ def _save(tiers: Residency, number: int, length: int, run: Run, *, at_once: bool
 @pytest.mark.parametrize("seed", range(8))
 def test_the_same_leave_in_the_same_order(policy: str, seed: int) -> None:
     def played(*, at_once: bool) -> tuple[Sequence[int], Sequence[Key]]:
-        random, tiers = Random(seed), _Logged(policy)
+        random, tiers = Random(seed), Logged(policy)
         saved = []
         for number in range(ROUNDS):
             tiers.now += random.choice([0.01, 1.0, 60.0])

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
+import torch
 
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer import cuda_events, cuda_tables
-from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan
-from attnstore_vllm.transfer.worker_copies import Loads
+from attnstore_vllm.transfer.cuda_methods import RULES, Method, ReadOrder, only
+from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
+from attnstore_vllm.transfer.worker_copies import LAYERS_A_SAVE, Loads, Saves
 from tests.cuda_helpers import METHODS, CudaRig
+from tests.cuda_world import KvKind, Shape, installed, make_ranks
 from tests.engine_helpers import ALL, ORDERS, PAGE_BYTES, ROWS, table
 from tests.fake_driver import native_module
 from tests.fake_gpu import BATCH, KERNEL, FakeGpu
@@ -284,3 +289,55 @@ def test_it_closes_though_the_device_has_failed(fake: FakeGpu) -> None:
     fake.fail("cuMemHostUnregister")
     rig.engine.close()
     assert fake.registered
+
+
+# ---- how often the driver is called ----------------------------------------------------
+
+
+@pytest.mark.parametrize(("by_layer", "layers_a_save", "calls"), [
+    (True, 1, 32), (True, LAYERS_A_SAVE, 4), (False, LAYERS_A_SAVE, 4), (False, 32, 1),
+])  # fmt: skip
+def test_saves_leave_in_few_calls(
+    fake: FakeGpu, by_layer: bool, layers_a_save: int, calls: int
+) -> None:
+    """32 layers of 64 blocks, a chunk of four in each slot: a gather and a drain for each group."""
+    kv = KvKind("LBNHC", torch.int16, layers=32, heads=2, content=8, kernel_tokens=4)
+    shape = Shape((kv,), 1, blocks=70, within=4, slots=16, rows=64, ranks=1, moves=False,
+                  ring_words=None)  # fmt: skip
+    _, (rank,) = make_ranks(fake, shape, Random(1))
+    rank.engine.rules = RULES
+    saves = Saves(rank.engine, shape.layers, shape.rows, layers_a_save)
+    chunks = tuple(ChunkCopy(i, 0, tuple(range(4 * i, 4 * i + 4))) for i in range(16))
+    plan = TransferPlan(1, "request", chunks)
+    before = {call: fake.count(call) for call in (KERNEL, BATCH)}
+    now, later = ([], [plan]) if by_layer else ([plan], [])
+    saves.begin_step(now, later, [], by_layer=True)
+    for layer in range(shape.layers):
+        saves.layer_computed(layer)
+    saves.end_step([])
+    assert {call: fake.count(call) - before[call] for call in before} == {
+        KERNEL: calls, BATCH: calls,
+    }  # fmt: skip
+    fake.synchronize()
+    for layer, pages in enumerate(rank.pages):
+        assert np.array_equal(pages.reshape(64, -1), rank.hbm[layer][:64])
+    rank.engine.close()
+
+
+@pytest.mark.parametrize("order", ReadOrder)
+def test_the_rule_says_when_the_slots_of_a_load_may_be_read(order: ReadOrder) -> None:
+    """In the stream's order none is read before its time; else some are."""
+    early = 0
+    for seed in range(12):
+        gpu = FakeGpu(seed)
+        with installed(gpu):
+            rig = CudaRig(gpu, rules=only(Method.DMA, order=order))
+            pages = table((0, 0, 1), (1, 1, 2))
+            for _ in range(50):
+                rig.compute(lambda: None)
+            event = rig.engine.load(pages, ALL)
+            rig.pages[:] = 7  # which nobody may do
+            rig.engine.wait(event)
+            early += not bool((rig.hbm()[:, [1, 2]] == 7).all())
+            rig.engine.close()
+    assert early == 0 if order is ReadOrder.STREAM else early > 0

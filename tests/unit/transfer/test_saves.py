@@ -3,6 +3,8 @@
 
 Goal: a slot gets the bytes that its blocks had when they were computed, whoever gets the blocks
 after that; a row is used again only when it has been read; what became of a save is said once.
+
+It is long since one bench serves all of it.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ NOTHING = Told([], [], set())
 class Bench(Rig):
     """A write buffer of ROWS rows; as many blocks may wait for one. Slots are full of zeros."""
 
-    def __init__(self, *, has_buffer: bool = True) -> None:
+    def __init__(self, *, has_buffer: bool = True, layers_a_save: int = 1) -> None:
         self.stream = SteppedStream()
         super().__init__(ORDERS[2], (SteppedStream(), self.stream) if has_buffer else None)
-        self.saves = Saves(self.engine, LAYERS, queue_blocks=ROWS)
+        self.saves = Saves(self.engine, LAYERS, ROWS, layers_a_save)
 
     def content(self, plan: TransferPlan) -> Bytes:
         """[layer, block, byte]: what its blocks have."""
@@ -107,7 +109,7 @@ def test_blocks_that_have_changed_hands(bench: Bench) -> None:
     plans = [save(0, 4, 5), save(1, 9, 10, 11)]
     wanted = [bench.content(plan) for plan in plans]
     assert bench.step(before=plans, taken=plans) == NOTHING
-    assert bench.stream.pending == 1
+    assert bench.stream.pending == LAYERS
     bench.go_on()
     assert bench.step() == Told([0, 1], [], set())
     assert all(np.array_equal(bench.stored(p), w) for p, w in zip(plans, wanted, strict=True))
@@ -146,6 +148,29 @@ def test_a_layer_leaves_as_soon_as_it_is_computed(bench: Bench) -> None:
         assert not bench.stored(plan)[layer + 1 :].any()
     bench.saves.end_step([])
     assert bench.saves.take_finished() == ([0], [])
+
+
+@pytest.mark.parametrize("layers_a_save", range(1, LAYERS + 2))
+@pytest.mark.parametrize("hooks", [(0, 1, 2), (), (0,), (0, 1), (1, 2), (0, 2), (0, 0, 1, 2)])
+def test_layers_leave_together(layers_a_save: int, hooks: tuple[int, ...]) -> None:
+    """When so many are computed, or all; what no hook tells of leaves behind the pass."""
+    bench = Bench(layers_a_save=layers_a_save)
+    plan = save(0, 4, 5)
+    wanted = bench.content(plan)
+    bench.saves.begin_step([], [plan], [], by_layer=True)
+    computed = 0
+    for layer in hooks:
+        bench.saves.layer_computed(layer)
+        computed += layer == computed
+        left = computed if computed == LAYERS else computed // layers_a_save * layers_a_save
+        bench.go_on()
+        assert np.array_equal(bench.stored(plan)[:left], wanted[:left])
+        assert not bench.stored(plan)[left:].any(), "a layer leaves before it is computed"
+    bench.saves.end_step([])
+    bench.go_on()
+    assert np.array_equal(bench.stored(plan), wanted)
+    assert bench.step() == Told([0], [], set())
+    bench.check_rows()
 
 
 def test_a_save_is_over_with_its_last_piece(bench: Bench) -> None:
