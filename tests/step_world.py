@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from blake3 import blake3
@@ -128,10 +128,10 @@ class StepWorld:
             hash_block_size=BLOCK,
             get_num_free_blocks=lambda: self.free_blocks,
         )
-        manager: Any = SimpleNamespace(
+        self.manager = manager = SimpleNamespace(
             block_pool=pool, get_block_ids=lambda name: (self.tables[name],) * self.num_groups
         )
-        self.side.bind_kv_cache_manager(manager)
+        self.side.bind_kv_cache_manager(cast("Any", manager))
         self._count(monkeypatch)
         self.serve(self.request("first", range(BLOCK)))  # waits for a look at the weights
         self.side.take_stats()

@@ -114,13 +114,13 @@ def _comparison(
         raise UnsupportedError(why or "its ranks differ in where K and V are")
     sides = next(iter(kinds))
     size = content_bytes(sides, units)
-    return Comparison(units, None if bits else [_side(one) for one in sides], size)
+    return Comparison(units, None if bits else [side_of(one) for one in sides], size)
 
 
 def content_bytes(sides: Sequence[PageSide], units: Sequence[Unit]) -> int:
     """Bytes of a page with these sides. Raises UnsupportedError where pages have no room."""
-    found = max((int(_side(one).places.max()) + 1) * NUMBER_BYTES[one.dtype] for one in sides)
-    total = sum(_side(one).places.size * NUMBER_BYTES[one.dtype] for one in sides)
+    found = max((int(side_of(one).places.max()) + 1) * NUMBER_BYTES[one.dtype] for one in sides)
+    total = sum(side_of(one).places.size * NUMBER_BYTES[one.dtype] for one in sides)
     sizes = {unit.page_bytes for unit in units}
     if found != total or any(found > size for size in sizes) or len(sizes) > 1:
         raise UnsupportedError(
@@ -147,5 +147,5 @@ def units_of(geometry: Geometry, told: Sequence[GroupPages]) -> list[Unit]:
     return units
 
 
-def _side(told: PageSide) -> Side:
+def side_of(told: PageSide) -> Side:
     return Side(told.name, told.dtype, ContentSide(*told.content).places(*told.shape))

@@ -58,10 +58,10 @@ class Audits:
         self._leaves = {need.group for need in store.needs}
         """Groups whose blocks may be others' from the next step on."""
         self._states = {need.group for need in store.needs if need.reach is Reach.STATE}
-        self._draw: Draw | None = None
+        self.draw: Draw | None = None
         if config is not None and store.audit is not None:
             seed = secrets.token_bytes(SEED_BYTES) if seed is None else seed
-            self._draw = Draw(config.rate, config.tokens_per_s, seed)
+            self.draw = Draw(config.rate, config.tokens_per_s, seed)
 
     def takes(
         self, state: RequestState, held: Sequence[Piece], rest: Sequence[Piece], num_tokens: int
@@ -77,7 +77,7 @@ class Audits:
         if state.audited:
             return True
         audit = self._store.audit
-        if self._draw is None or audit is None or not held or state.approximate is not None:
+        if self.draw is None or audit is None or not held or state.approximate is not None:
             return False
         pieces = (*held, *rest)
         is_new, is_untried = not state.counted.offered, audit.trial.awaits(pieces)
@@ -85,7 +85,7 @@ class Audits:
         is_drawn &= state.moved is None and all(piece.first is None for piece in held)
         if is_drawn:
             always = is_untried or state.hints.audit
-            hit = self._draw.take(num_tokens, self._clock(), always=always)
+            hit = self.draw.take(num_tokens, self._clock(), always=always)
             is_drawn = hit is not None
             if hit is not None:
                 state.audited = tuple(

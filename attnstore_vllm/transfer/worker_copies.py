@@ -317,7 +317,7 @@ class Saves:
 
     Args:
         queue_blocks: how many blocks may wait for rows; a save beyond that is given up.
-        layers_a_save: how many layers are gathered and drained together.
+        layers_a_save: how many layers are gathered and drained together; None: LAYERS_A_SAVE.
     """
 
     def __init__(
@@ -325,12 +325,12 @@ class Saves:
         engine: CopyEngine,
         num_layers: int,
         queue_blocks: int,
-        layers_a_save: int = LAYERS_A_SAVE,
+        layers_a_save: int | None = None,
     ) -> None:
         self._engine = engine
         self._all = range(num_layers)
         self._queue_blocks = queue_blocks
-        self._layers_a_save = layers_a_save
+        self._layers_a_save = layers_a_save or LAYERS_A_SAVE
         self._queued: deque[TransferPlan] = deque()
         self._queued_blocks = 0
         self._this_step: _Batch | None = None

@@ -118,7 +118,7 @@ def test_pages_that_have_no_room_for_the_sides_are_refused() -> None:
 
 
 def places(side: PageSide) -> Any:
-    return audit_facts._side(side).places
+    return audit_facts.side_of(side).places
 
 
 def test_a_state_has_its_tensors_one_after_the_other() -> None:

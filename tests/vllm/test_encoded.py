@@ -47,8 +47,9 @@ def ask(engine: Engine, prompt: list[int], **how: Any) -> Found:
     (answer,) = engine.finish(number)
     engine.settle()
     moved = int(engine.metric("moved_tokens", "dram") - before)
-    pool = engine.store._context.pool
-    return Found(answer.tokens, kv, engine.loaded(), moved, pool.num_slots, pool.slot_bytes)
+    num_slots = engine.store.residency.dram.num_slots
+    slot_bytes = int(engine.store.gauges()["capacity_bytes", "dram"]) // num_slots
+    return Found(answer.tokens, kv, engine.loaded(), moved, num_slots, slot_bytes)
 
 
 def computed_and_cut(engine: Engine, seed: str) -> tuple[Found, Found]:

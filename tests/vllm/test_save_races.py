@@ -23,6 +23,7 @@ import pytest
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.errors import CopyError
 from attnstore_vllm.scheduler import open_plans
+from attnstore_vllm.transfer import worker_copies
 from tests.vllm.scripted_worker import LAYERS
 from tests.vllm.stepped import SteppedEngine, prompt
 from tests.vllm.test_async_scheduling import check_stored, wait_until_quiet
@@ -46,8 +47,9 @@ def model(models: Path) -> Path:
 
 
 @pytest.fixture
-def start(model: Path, tmp_path: Path) -> Iterator[Start]:
+def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """start(depth, options of SteppedEngine): one with room for one request, if nobody asks."""
+    monkeypatch.setattr(worker_copies, "LAYERS_A_SAVE", 1)  # of so few all would leave together
     started: list[SteppedEngine] = []
 
     def start(depth: int, **options: Any) -> SteppedEngine:

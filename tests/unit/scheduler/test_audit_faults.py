@@ -176,9 +176,8 @@ class FaultWorld(StepWorld):
             monkeypatch, store=store, audit=audit, windows=windows, states=states, slots=512,
             records=512,
         )  # fmt: skip
-        self.side.audits._draw = Draw(rate, 1e9, SEED)
-        manager: Any = self.side._kv_cache_manager
-        manager.get_block_ids = self.tables_of
+        self.side.audits.draw = Draw(rate, 1e9, SEED)
+        self.manager.get_block_ids = self.tables_of
 
     def tables_of(self, name: str) -> tuple[list[int], ...]:
         """Of a group with a window the blocks that it has left are gone."""
@@ -355,13 +354,13 @@ def test_a_state_within_what_is_stored_is_compared(start: Start) -> None:
     world = start(states=True, rate=1.0)
     tokens = tokens_of(1, LENGTH)
     longer = [*tokens, *tokens_of(2, 2 * CHUNK)]
-    world.side.audits._draw = Draw(1e-9, 1.0, SEED)
+    world.side.audits.draw = Draw(1e-9, 1.0, SEED)
     world.runs("planted", tokens, lambda tokens, block, group: block_kv(tokens, block))
     world.runs("longer", longer)
     pieces = world.store.find(Lookup(sequence_of(longer)), 0, len(longer) - 1)
     assert pieces[-1].group == 1 and pieces[-1].stop > LENGTH
     world.store.drop([pieces[-1].chunk])
-    world.side.audits._draw = Draw(1.0, 1e9, SEED)
+    world.side.audits.draw = Draw(1.0, 1e9, SEED)
     assert world.runs("hit", longer) == 0
     assert world.outcomes() == {"agreed": 4, "differed": 1}
 

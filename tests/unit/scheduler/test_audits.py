@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hits that are computed to be compared: the real scheduler side, with workers that copy what a
-model would have computed."""
+model would have computed.
+
+It is long since each way in which a drawn hit may come to nothing has a story of its own."""
 
 from __future__ import annotations
 
