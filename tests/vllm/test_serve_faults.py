@@ -19,6 +19,7 @@ import pytest
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.prefix import whole_blocks
 from attnstore_vllm.preflight import SLAB_NAME
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, Answer, ask, ask_and_count, ask_and_store, count, story
@@ -41,7 +42,11 @@ class Live:
         """Ask, and leave the story's KV on NVMe only."""
         answer = ask_and_store(self.server, story(seed))
         self.push_out(seed)
+        serving.wait_until(self._is_written, "all is written")  # else DRAM has no room to spare
         return answer
+
+    def _is_written(self) -> bool:
+        return total(self.server.metrics(), "vllm:attnstore_dirty_bytes") == 0
 
 
 @pytest.fixture(scope="module")
