@@ -25,8 +25,8 @@ OUTCOMES = (Event.AGREED.value, Event.DIFFERED.value, Event.NOT_COMPARED.value)
 PROMPT = 1_700
 CASES = [
     "gemma3",
-    "qwen3_next",
-    "pipeline",
+    pytest.param("qwen3_next", marks=pytest.mark.long),
+    pytest.param("pipeline", marks=pytest.mark.long),
     pytest.param("lfm2", marks=pytest.mark.long),
     pytest.param("gpt_oss", marks=pytest.mark.long),
     pytest.param("mistral_window", marks=pytest.mark.long),

@@ -273,6 +273,7 @@ def test_the_engine_core_is_killed_then_the_settings_come_as_json(servers: Serve
     assert tokens == {"dram": 0, "nvme": whole_blocks(computed.prompt_tokens - 1)}
 
 
+@pytest.mark.long
 def test_all_are_killed_then_another_connector_stands_beside_ours(servers: Servers) -> None:
     server = servers.get("json")
     computed = ask_and_store(server, story("group"))
