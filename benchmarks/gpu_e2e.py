@@ -15,7 +15,8 @@ each case the results are written: to results/gpu.json, from which tools/readme_
 the README's table; cases that are still to come are there as "not run". A run with --only keeps
 what is there of the same machine and versions.
 
---quick is one run in 480 seconds (benchmarks/e2e/quick.py), written to results/gpu_quick.json.
+--quick is one run in 480 seconds (benchmarks/e2e/quick.py), written to .cache/quick/gpu.json or
+to --out.
 
 --cpu runs the cases that the CPU build has, with tiny models. --wrong-bytes plants one wrong bit
 in each load: then cases have to fail.
@@ -46,6 +47,7 @@ from benchmarks.e2e.quick import BUDGET_S, Quick
 from benchmarks.e2e.serving import Deadline, Late, Setup
 from benchmarks.e2e.sides import Need
 from benchmarks.e2e.speeds import Got, Speeds
+from benchmarks.quick import RESULTS, destination
 from benchmarks.server import ServerError, is_cpu_build, vllm_command
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -177,8 +179,8 @@ def main() -> int:
         return MISSING
     here = about(is_cpu=args.cpu)
     out = args.out
-    if out is None and not args.cpu and not args.wrong_bytes:
-        out = ROOT / "results" / ("gpu_quick.json" if args.quick else "gpu.json")
+    if not args.cpu and not args.wrong_bytes:
+        out = destination(RESULTS / "gpu.json", out, is_quick=args.quick)
     if args.quick:
         return _quick(args, here, out)
     found = kept(out, here) if out is not None and args.only else {}

@@ -18,7 +18,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from attnstore_vllm.cli import (
-    audit,
+    audit_prompt,
     doctor,
     gc,
     init,
@@ -201,7 +201,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _audit(args: argparse.Namespace) -> int:
-    verdict = audit.audit(args.url, args.api_key)
+    verdict = audit_prompt.audit(args.url, args.api_key)
     print(json.dumps(verdict.as_json()) if args.json else verdict.said)
     return EXIT_BAD if verdict.is_bad else EXIT_OK
 

@@ -80,7 +80,9 @@ def comparisons_of(
             found.append(None)
     compared = [one.in_words for one in found if one is not None]
     if not compared:
-        logger.warning("AttnStore audits nothing of this model (audit), since no group is compared")
+        logger.warning(
+            "AttnStore audits nothing of this model (audit), since %s", "no group is told"
+        )
         return ()
     logger.info(
         "AttnStore audits one hit in %.0f, up to %.0f tokens a second: KV is compared %s",

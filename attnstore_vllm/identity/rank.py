@@ -89,11 +89,11 @@ class PageSide(NamedTuple):
 
 
 class GroupPages(NamedTuple):
-    """What a rank has of a KV cache group, for an audit."""
+    """Pages that a rank has of a KV cache group, for an audit."""
 
     num_layers: int
     sides: tuple[PageSide, ...] = ()
-    """Of every layer's page; none: it cannot be said."""
+    """Those that every layer's page has; none: it cannot be said."""
     why_none: str = ""
 
 

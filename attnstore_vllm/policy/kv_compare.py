@@ -43,7 +43,7 @@ class Unit(NamedTuple):
 
     rank: int
     layer: int
-    """Of this group, in the rank's pipeline stage."""
+    """Number among those of this group in the rank's pipeline stage."""
     at: int
     """Its first byte."""
     page_bytes: int

@@ -28,7 +28,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.kv_causes import cause_of
 from attnstore_vllm.policy.kv_compare import Blocks, Comparison, Difference
 from attnstore_vllm.policy.visits import unknown_run
-from attnstore_vllm.store.trial import Trial
+from attnstore_vllm.store.trial import TierTrial
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
 from attnstore_vllm.tiers.tier_io import TierIo
@@ -75,7 +75,7 @@ class Auditor:
         self._tiers = tiers
         self.comparisons = list(comparisons)
         groups = [group for group, one in enumerate(comparisons) if one is not None]
-        self.trial = Trial((tier.tier.name for tier in tiers), groups)
+        self.trial = TierTrial((tier.tier.name for tier in tiers), groups)
         self.reset: Callable[[], object] = lambda: None
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
         thread."""

@@ -37,7 +37,7 @@ class _Tried:
         return group in self.needed and self.agreed[group] >= self.needed[group]
 
 
-class Trial:
+class TierTrial:
     """All methods are called with the store's lock held, but awaits().
 
     Args:

@@ -34,7 +34,7 @@ AT_ONCE = {"do_remote_prefill": True}
 EVERY_HIT = AuditConfig(rate=1.0, stop_after=1000, keep_bytes=None)
 AUDITED: dict[str, Any] = {
     "audit": EVERY_HIT,
-    "store": {"audit": EVERY_HIT, "comparison": Comparison([Unit(0, 0, 0, 512)], None)},
+    "store": {"audit": EVERY_HIT, "comparisons": (Comparison([Unit(0, 0, 0, 512)], None),)},
 }
 """Every hit is computed, and compared."""
 

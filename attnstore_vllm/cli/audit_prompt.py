@@ -43,7 +43,7 @@ class AuditError(AttnStoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditVerdict:
     """The end that the request came to."""
 
     prompt_tokens: int
@@ -59,7 +59,7 @@ class Verdict:
         return asdict(self)
 
 
-def audit(url: str, api_key: str | None = None) -> Verdict:
+def audit(url: str, api_key: str | None = None) -> AuditVerdict:
     """Send the prompt, and wait for what the server finds. Raises: TopError, AuditError.
 
     Args:
@@ -92,7 +92,7 @@ def audit(url: str, api_key: str | None = None) -> Verdict:
         raise AuditError(f"{base} says nothing of this prompt's KV; is AttnStore idle there?")
     is_audited = report.get("why_computed") == Cause.AUDIT.value
     outcomes = _outcomes(before, base) if is_audited else {str(name): 0 for name in AUDITS}
-    return Verdict(length, outcomes, _said(report, outcomes, is_audited=is_audited))
+    return AuditVerdict(length, outcomes, _said(report, outcomes, is_audited=is_audited))
 
 
 def _outcomes(before: Metrics, base: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.cli import audit, doctor
+from attnstore_vllm.cli import audit_prompt, doctor
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.cli.speeds import DiskSpeed
 from attnstore_vllm.preflight import SLAB_NAME
@@ -56,8 +56,8 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
-    monkeypatch.setattr(audit, "POLL_S", 0.01)
-    monkeypatch.setattr(audit, "COMPARED_S", 0.1)
+    monkeypatch.setattr(audit_prompt, "POLL_S", 0.01)
+    monkeypatch.setattr(audit_prompt, "COMPARED_S", 0.1)
     Server.report, Server.finds, Server.asked = {"why_computed": "audit"}, {}, []
     Server.counts, Server.keys = {"agreed": 7}, set()
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as made:
@@ -109,7 +109,7 @@ def test_it_asks_for_the_same_prompt_each_time(
         says(server, capsys, "--api-key", "secret")
     first, second = server.asked
     assert first == second
-    assert len(first["prompt"]) == 499 and first["cache_salt"] == audit.SALT
+    assert len(first["prompt"]) == 499 and first["cache_salt"] == audit_prompt.SALT
     assert first["kv_transfer_params"]["attnstore"] == {"audit": True, "report": True}
     assert "Bearer secret" in server.keys
 
