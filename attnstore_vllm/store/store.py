@@ -215,9 +215,10 @@ class Store:
 
     def _waits(self, request_id: str, pieces: Sequence[Piece]) -> str | None:
         """The request that has come, if it has something to wait for. One that is alone in the
-        queue, and finds all in DRAM, runs next: what it has just used leaves last."""
-        is_alone = len(self.residency.look_ahead) == 1
-        return None if is_alone and not has_absent(pieces) else request_id
+        queue, and finds all in DRAM, runs next: what it has just used leaves last. But what
+        waits does not expire meanwhile."""
+        is_next = len(self.residency.look_ahead) == 1 and not self._context.has_leases
+        return None if is_next and not has_absent(pieces) else request_id
 
     def pin(self, pieces: Sequence[Piece], stop: int, pin_s: float | None) -> None:
         """A request loads these, and wants its prompt, up to token `stop`, pinned for so long: they
