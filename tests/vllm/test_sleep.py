@@ -38,6 +38,17 @@ def sleep(engine: Engine, level: int, update: float | None = None) -> None:
     engine.llm.wake_up()
 
 
+def at_once(engine: Engine) -> tuple[int, Answer, Answer]:
+    """Asleep right behind an answer, whose end is not copied yet. (tokens loaded, answers)"""
+    prompt = random_tokens("at once", 2 * CHUNK + 100)
+    (before,) = engine.finish(engine.submit(prompt, max_tokens=5))
+    sleep(engine, 1)
+    engine.loaded()
+    after = engine.ask(prompt, max_tokens=5)
+    engine.settle()
+    return sum(engine.loaded().values()), before, after
+
+
 def pause(engine: Engine, mode: str, update: float | None = None) -> None:
     engine.core.pause_scheduler(mode=mode, clear_cache=True)
     if update is not None:
@@ -53,6 +64,7 @@ def first(engine: Engine) -> Story:
     for mode in ("abort", "keep"):
         pause(engine, mode)
         seen[f"pause {mode}"] = ask(engine)
+    seen["at once"] = at_once(engine)
     # Powers of two: what comes back has the bytes that it had. Nothing is asked meanwhile.
     sleep(engine, 1, 2.0)
     sleep(engine, 1, 0.5)
@@ -98,6 +110,12 @@ def test_every_tier_stays(story: Story, how: str) -> None:
     loaded, answer = story[how]
     assert loaded == ALL
     assert answer.tokens == story["cold"][1].tokens
+
+
+def test_a_sleep_right_behind_an_answer(story: Story) -> None:
+    loaded, before, after = story["at once"]
+    assert loaded >= 2 * CHUNK - 128
+    assert after.tokens == before.tokens
 
 
 def test_weights_that_came_and_went(story: Story) -> None:
