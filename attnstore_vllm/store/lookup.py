@@ -379,7 +379,3 @@ def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
         return False
     number = spine[-1].start // size
     return whole[number : number + 1] != [spine[-1].chunk.name.key]
-
-
-def has_absent(pieces: Sequence[Piece]) -> bool:
-    return State.ABSENT in [piece.chunk.dram.state for piece in pieces]

@@ -48,7 +48,7 @@ from attnstore_vllm.policy.visits import (
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
-from attnstore_vllm.store.lookup import Lookup, ends_cut, has_absent, is_ready, strategy_for
+from attnstore_vllm.store.lookup import Lookup, ends_cut, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
@@ -203,7 +203,7 @@ class Store:
                 num_known=-(-pieces[-1].stop // sequence.chunk_tokens) if pieces else 0,
             )
             self._context.has_leases |= terms.ttl_s is not None
-            self.strategy.want(lookup, pieces, 0, stop, self._waits(request_id, pieces), visit)
+            self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
             if terms.pin_s is not None:
                 self._pin(pieces, now + terms.pin_s)
         if self.remote is not None:
@@ -212,13 +212,6 @@ class Store:
         if self._estimator.is_due:
             self.thread.wake()
         return pieces, visit
-
-    def _waits(self, request_id: str, pieces: Sequence[Piece]) -> str | None:
-        """The request that has come, if it has something to wait for. One that is alone in the
-        queue, and finds all in DRAM, runs next: what it has just used leaves last. But what
-        waits does not expire meanwhile."""
-        is_next = len(self.residency.look_ahead) == 1 and not self._context.has_leases
-        return None if is_next and not has_absent(pieces) else request_id
 
     def pin(self, pieces: Sequence[Piece], stop: int, pin_s: float | None) -> None:
         """A request loads these, and wants its prompt, up to token `stop`, pinned for so long: they
@@ -278,7 +271,7 @@ class Store:
         return pieces
 
     def _read(self, pieces: Sequence[Piece]) -> None:
-        if has_absent(pieces):
+        if State.ABSENT in [piece.chunk.dram.state for piece in pieces]:
             self.thread.reader.start()
 
     def _match(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
 
 import pytest
 
@@ -459,27 +458,3 @@ def test_an_end_is_not_used_by_who_has_not_its_blocks(open_rig: Rigs) -> None:
     rig.store.arrive("r", lookup_of(asked), len(asked))
     assert rig.store.residency.run_of(tail) is before
     rig.store.leave_queue(["r"])
-
-
-def test_who_is_alone_and_finds_all_in_dram_waits_for_nothing(open_rig: Rigs) -> None:
-    """It runs next, so the look-ahead need not hear of its chunks (32K tokens have 128)."""
-    rig, device = open_rig(num_records=32, dram_slots=8)
-    first, second, third = (conversation(number, 33) for number in range(1, 4))
-    rig.put_all(sequence_of(third))
-    device.settle()
-    push_out_of_dram(rig, device, 8)
-    for tokens in (first, second):
-        rig.put_all(sequence_of(tokens))
-    device.settle()
-
-    def wanted(name: str, tokens: Sequence[int]) -> int:
-        with rig.store.queue() as queue:
-            queue.append(name)
-        pieces, _ = rig.store.arrive(name, lookup_of(tokens), len(tokens))
-        assert len(pieces) == 2
-        return len(rig.store.residency.look_ahead.wants_of(name))
-
-    assert wanted("a", first) == 0
-    assert wanted("b", second) == 2, "another is before it, so its chunks may have to stay"
-    rig.store.leave_queue(["a", "b"])
-    assert wanted("c", third) == 2, "they have to be read"
