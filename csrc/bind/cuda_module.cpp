@@ -204,7 +204,8 @@ void bind_copier(py::module_& m) {
           },
           py::arg("batch"), py::arg("layer"), py::arg("first"), py::arg("count"), py::arg("span"),
           py::arg("table_device"), py::arg("thread_blocks"), py::arg("stream"),
-          "Copy a layer of so many pages of a batch of SCATTER out of a span, by the kernel, which\n"
+          "Copy a layer of so many pages of a batch of SCATTER out of a span, by the kernel, "
+          "which\n"
           "reads the whole batch's table at `table_device`.")
       .def_static(
           "arrays_of",
