@@ -159,8 +159,9 @@ void CudaPageCopier::fill(PageBatch* batch, std::int64_t layer, std::int64_t spa
                           CuStream stream) const {
   check_span(layer, span);
   const InContext in_context(loaded(kernels_).context());
-  const std::uint64_t of_layer =
-      offsets_[static_cast<std::size_t>(Copy::kLoad)].layers[static_cast<std::size_t>(layer)].source;
+  const std::uint64_t of_layer = offsets_[static_cast<std::size_t>(Copy::kLoad)]
+                                     .layers[static_cast<std::size_t>(layer)]
+                                     .source;
   const std::uint64_t of_span = static_cast<std::uint64_t>(span) * spans_.span_bytes;
   RunLists& lists = batch->lists;
   lists.sources.clear();
@@ -192,15 +193,13 @@ void CudaPageCopier::scatter(const PageBatch& batch, std::int64_t layer, std::in
   }
   const InContext in_context(loaded(kernels_).context());
   const std::size_t num_layers = shape_.layer_bases.size();
-  const Offsets* const of_spans =
-      arrays_ + kNumCopies * (num_layers + shape_.run_offsets.size());
-  const CopyArrays on_device{
-      reinterpret_cast<const Offsets*>(staged.device) + first,
-      of_spans + static_cast<std::size_t>(span) * num_layers,
-      of_spans + static_cast<std::size_t>(spans_.num_spans) * num_layers};
+  const Offsets* const of_spans = arrays_ + kNumCopies * (num_layers + shape_.run_offsets.size());
+  const CopyArrays on_device{reinterpret_cast<const Offsets*>(staged.device) + first,
+                             of_spans + static_cast<std::size_t>(span) * num_layers,
+                             of_spans + static_cast<std::size_t>(spans_.num_spans) * num_layers};
   const std::uint32_t width = word_bytes(span_shape_, Place::kRow, Place::kBlock);
-  for (const CopyJob& job : make_jobs(shape_, on_device, static_cast<std::uint32_t>(count),
-                                      {layer, layer + 1}, width)) {
+  for (const CopyJob& job :
+       make_jobs(shape_, on_device, static_cast<std::uint32_t>(count), {layer, layer + 1}, width)) {
     kernels_->copy(job, width, thread_blocks, stream);
   }
 }

@@ -27,8 +27,8 @@ enum class Copy : std::uint8_t {
 };
 constexpr std::size_t kNumCopies = 4;  // of which each has arrays of all layers
 
-// The read buffer: spans of one size in the device's memory, each of which takes pages of one layer,
-// one after the other.
+// The read buffer: spans of one size in the device's memory, each of which takes pages of one
+// layer, one after the other.
 struct ReadSpans {
   std::uint64_t base = 0;
   std::uint64_t span_bytes = 0;  // a multiple of 16
@@ -71,13 +71,13 @@ class CudaPageCopier {
   // and whatever else is copied, when the stream comes to it.
   void by_dma(PageBatch* batch, LayerRange layers, bool reads_early, CuStream stream) const;
 
-  // Slots to a span, by the copy engines: one layer of a batch of kFill. Throws std::out_of_range for
-  // a layer or a span that does not exist; scatter() too.
+  // Slots to a span, by the copy engines: one layer of a batch of kFill. Throws std::out_of_range
+  // for a layer or a span that does not exist; scatter() too.
   void fill(PageBatch* batch, std::int64_t layer, std::int64_t span, bool reads_early,
             CuStream stream) const;
 
-  // A span to blocks, by the kernel: one layer of `count` pages of a batch of kScatter, from `first`
-  // on. Their rows count from the span's beginning.
+  // A span to blocks, by the kernel: one layer of `count` pages of a batch of kScatter, from
+  // `first` on. Their rows count from the span's beginning.
   void scatter(const PageBatch& batch, std::int64_t layer, std::int64_t first, std::int64_t count,
                std::int64_t span, StagedTable staged, std::uint32_t thread_blocks,
                CuStream stream) const;
