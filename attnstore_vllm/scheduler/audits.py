@@ -55,8 +55,6 @@ class Audits:
         self._clock = clock
         self._leaves = {need.group for need in store.needs}
         """Groups whose blocks may be others' from the next step on."""
-        self._leaves = {need.group for need in store.needs}
-        """Groups whose blocks may be others' from the next step on."""
         self._states = {need.group for need in store.needs if need.reach is Reach.STATE}
         self.draw: Draw | None = None
         if config is not None and store.audit is not None:

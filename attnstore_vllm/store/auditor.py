@@ -90,6 +90,8 @@ class Auditor:
         self._steps: Iterator[Difference | None] = iter(())
         self._found: Difference | None = None
         self._bad_hits: set[int] = set()
+        self._explained: int | None = None
+        """The hit whose cause was looked for last. That costs as much as two comparisons."""
         self.is_stopped = False
         """Nothing of what is stored is to be served."""
 
@@ -261,19 +263,22 @@ class Auditor:
     def _tell(self, pair: _Pair, found: Difference) -> None:
         """Say it, and keep the bytes. The slots are held."""
         name = pair.stored.name
-        cause = cause_of(self._comparison(pair), *self._slots(pair), pair.blocks)
+        said = str(found)
+        if pair.hit != self._explained:
+            self._explained = pair.hit
+            cause = cause_of(self._comparison(pair), *self._slots(pair), pair.blocks)
+            said = f"{found} ({cause})"
         logger.error(
             "AttnStore's audit found KV that is not what the model computes: chunk %s, tokens %d "
-            "to %d of a prompt, tenant %s, from %s; cache group %d, %s (%s). It is removed. %s",
+            "to %d of a prompt, tenant %s, from %s; cache group %d, %s. It is removed. %s",
             name.key.hex()[:16],
             name.position,
             name.end,
             name.tenant.hex()[:16],
             pair.stored.origin or "this engine",
             pair.group,
-            found,
-            cause,
-            self._keep(pair, f"{found} ({cause})"),
+            said,
+            self._keep(pair, said),
         )
 
     def _fail(self, tier: str) -> None:

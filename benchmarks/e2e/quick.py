@@ -261,7 +261,7 @@ class Quick:
             try:
                 side.get()
                 row.tried.note(name, seconds=round(side.seconds, 1))
-            except Exception as error:  # whatever a server ends with
+            except Exception as error:  # of any kind: the row says which
                 row.tried.note(name, error=f"{type(error).__name__}: {error}"[-1500:])
                 if name != OFFLOADING:
                     row.tried.lacking.append(f"{name} did not start")

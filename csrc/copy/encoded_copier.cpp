@@ -30,7 +30,7 @@ struct Batch {
   std::vector<std::uint8_t> scratch;  // of each thread: a page, then a cell
   const std::size_t num_threads;
   std::vector<std::atomic<bool>> failed;  // by copy
-  std::atomic<std::size_t> next{0};       // the first page that nobody has taken
+  std::atomic<std::size_t> next{0};       // the first page that no thread has taken
   std::atomic<std::size_t> next_thread{0};
 
   [[nodiscard]] std::byte* cell(const PageCopy& copy, std::size_t layer) const {

@@ -26,7 +26,7 @@ struct Batch {
   const std::size_t first_layer;
   const std::size_t num_pages;  // of all layers, one layer after the other
   const std::size_t num_taken;
-  std::atomic<std::size_t> next{0};  // the first page that nobody has taken
+  std::atomic<std::size_t> next{0};  // the first page that no thread has taken
 
   // `run` counts from the first page's first one, through all pages.
   [[nodiscard]] std::uint64_t address(Place place, std::size_t run) const {

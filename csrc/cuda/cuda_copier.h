@@ -68,7 +68,7 @@ class CudaPageCopier {
                  std::uint32_t thread_blocks, CuStream stream) const;
 
   // By the copy engines. `reads_early`: the driver may read the slots of a load from now on; else,
-  // and whatever else is copied, when the stream comes to it.
+  // and what else is copied, when the stream comes to it.
   void by_dma(PageBatch* batch, LayerRange layers, bool reads_early, CuStream stream) const;
 
   // Slots to a span, by the copy engines: one layer of a batch of kFill. Throws std::out_of_range

@@ -163,7 +163,7 @@ void numbers_get_smaller(std::mt19937_64& random) {
   CHECK(encoded(noise(8192, random)).size() > 8192);
 }
 
-/// Whatever a decoder is given, it stays within its buffers; what it takes is of the right size.
+/// A decoder stays within its buffers with any input; what it takes is of the right size.
 void damaged(std::uint64_t num_inputs, std::mt19937_64& random) {
   std::vector<Bytes> raws;
   for (const std::size_t count : {3, 256, 300, 1024}) {
@@ -277,7 +277,7 @@ void copies_come_back_and_nothing_beside_them(std::mt19937_64& random) {
   }
 }
 
-/// A cell has the same bytes, whatever the thread has encoded before.
+/// A cell has the same bytes after anything else that the thread has encoded.
 void cells_have_zeros_behind(std::mt19937_64& random) {
   World world(1, 512, random);
   const EncodedCopier copier = world.copier();

@@ -162,7 +162,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
 
 
 def others(dma: float, buffer: float = 99.0) -> dict[Rule, float]:
-    """Seconds by DMA, whatever the order in which it is read, and through the read buffer."""
+    """Seconds by DMA, in either order of reads, and through the read buffer."""
     return {**dict.fromkeys(rules.DMA, dma), **dict.fromkeys(rules.BUFFER, buffer)}
 
 

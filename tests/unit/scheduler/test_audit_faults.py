@@ -9,7 +9,7 @@ Where bits are compared the model gives the same ones each time; else each compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -25,6 +25,7 @@ from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.types import Event
 from tests.helpers import PAYLOAD_BYTES, sequence_of, tokens_of
 from tests.step_world import BLOCK, CHUNK, StepWorld
+from tests.unit.scheduler.test_audits import opened
 from tests.vllm_objects import output
 
 RANKS, LAYERS, HEADS, DIM = 2, 2, 2, 16
@@ -275,17 +276,7 @@ Start = Callable[..., FaultWorld]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
-    worlds: list[FaultWorld] = []
-
-    def begin(**options: Any) -> FaultWorld:
-        worlds.append(FaultWorld(monkeypatch, tmp_path, **options))
-        return worlds[-1]
-
-    yield begin
-    for world in worlds:
-        world.rig.until_idle()
-        world.side.check_quiet()
-        world.close()
+    yield from opened(partial(FaultWorld, monkeypatch, tmp_path))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

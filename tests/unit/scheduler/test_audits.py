@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -121,12 +122,12 @@ class AuditWorld(StepWorld):
 Start = Callable[..., AuditWorld]
 
 
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
-    worlds: list[AuditWorld] = []
+def opened(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Makes worlds, which are quiet at the end."""
+    worlds: list[Any] = []
 
-    def begin(**options: Any) -> AuditWorld:
-        worlds.append(AuditWorld(monkeypatch, tmp_path, **options))
+    def begin(**options: Any) -> Any:
+        worlds.append(make(**options))
         return worlds[-1]
 
     yield begin
@@ -134,6 +135,11 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
         world.rig.until_idle()
         world.side.check_quiet()
         world.close()
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    yield from opened(partial(AuditWorld, monkeypatch, tmp_path))
 
 
 def test_a_hit_that_is_drawn_is_computed_and_compared(start: Start) -> None:

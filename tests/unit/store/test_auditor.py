@@ -17,6 +17,7 @@ from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_vllm.cli.inspect import show_audits
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.policy.kv_causes import ALL_DIFFER
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
@@ -63,6 +64,18 @@ def outcomes(rig: Rig) -> dict[str, int]:
     counts = rig.store.figures().counts
     names = (Event.AGREED, Event.DIFFERED, Event.NOT_COMPARED)
     return {name.value: counts[name] for name in names if counts.get(name)}
+
+
+def test_the_cause_is_looked_for_once_a_hit(
+    open_rig: Rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes the store's thread as long as two comparisons; a hit may have hundreds of chunks."""
+    rig, _ = audited(open_rig, tmp_path)
+    with caplog.at_level(logging.ERROR):
+        for number, hit in enumerate((1, 1, 2)):
+            wrong = stored(rig, conversation(number), payload=bytes(len(rig.pool.slot(0))))
+            compare(rig, wrong, payload_of(wrong.name), hit=hit)
+    assert [ALL_DIFFER in record.getMessage() for record in caplog.records] == [True, False, True]
 
 
 def stored(rig: Rig, tokens: list[int], **given: bytes) -> Chunk:

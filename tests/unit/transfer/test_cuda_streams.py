@@ -336,7 +336,7 @@ def test_the_rule_says_when_the_slots_of_a_load_may_be_read(order: ReadOrder) ->
             for _ in range(50):
                 rig.compute(lambda: None)
             event = rig.engine.load(pages, ALL)
-            rig.pages[:] = 7  # which nobody may do
+            rig.pages[:] = 7  # which no caller may do
             rig.engine.wait(event)
             early += not bool((rig.hbm()[:, [1, 2]] == 7).all())
             rig.engine.close()
