@@ -234,7 +234,7 @@ class Geometry:
         if any(self.room(group) for group in range(len(self.groups))):
             found["places"] = self.blocks_per_chunk
         if self.is_encoded:
-            found["encoding"] = ENCODING
+            found["encoding"] = [ENCODING, *self.cells]
         return found
 
 
