@@ -524,7 +524,8 @@ class Residency:
     def _forget(self, chunk: Chunk) -> None:
         chunk.dropped = True
         self.dram.lose(chunk)
-        self._place(chunk)
+        if chunk.dram is not NOWHERE:
+            self._place(chunk)
         self.index.remove(chunk)
         if self.watch is not None:
             self.watch.gone(chunk.name.key)
@@ -637,10 +638,11 @@ class Residency:
 
     def leave_dram(self, *chunks: Chunk) -> None:
         """The chunks, which no transfer touches, leave DRAM."""
+        slots = [chunk.dram.slot for chunk in chunks]
+        for tier in self.behind:
+            tier.left_dram(*slots)
+        self.dram.take_back(*chunks)
         for chunk in chunks:
-            for tier in self.behind:
-                tier.left_dram(chunk.dram.slot)
-            self.dram.take_back(chunk)
             chunk.dram, chunk.came_from = NOWHERE, ""
             if chunk.is_behind and not chunk.dropped:
                 self.look_ahead.has_gone(chunk)
