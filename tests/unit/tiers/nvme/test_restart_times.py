@@ -213,13 +213,45 @@ def test_a_wall_clock_that_is_put_right_after_the_start_makes_all_older(
     assert (found(again, 1), found(again, 2)) == (40, 40), "a little is nothing"
     boot.now, wall.now = boot.now + 1.0, wall.now - 7199.0
     assert (found(again, 1), found(again, 2)) == (40, 40), "set back"
-    boot.now, wall.now = boot.now + 1.0, wall.now + 7201.0
-    assert (found(again, 1), found(again, 2)) == (40, 40), "and put right"
+    boot.now, wall.now = boot.now + 1.0, wall.now + 3001.0
+    assert (found(again, 1), found(again, 2)) == (40, 40), "put ahead, by less than the ttl"
     boot.now, wall.now = boot.now + 1.0, wall.now + 36_001.0
     assert (found(again, 1), found(again, 2)) == (0, 0)
     ask(again, 3)
     boot.now, wall.now = boot.now + 3599.0, wall.now + 3599.0
     assert found(again, 3) == 40, "what came after it is no older"
+
+
+def test_a_clock_that_was_set_back_hides_no_pause() -> None:
+    """One that was an hour ahead is put right, as where local time was taken for UTC. Then the
+    machine is paused for 50 minutes, twice."""
+    boot, wall = Clock(), Clock()
+    clock = StoreClock(boot, wall)
+    boot.now, wall.now = boot.now + 60.0, wall.now + 60.0 - 3600.0
+    used_at = clock()
+    for number in (1, 2):
+        boot.now, wall.now = boot.now + 1.0, wall.now + 3001.0
+        assert clock() - used_at == number * 3001.0
+    boot.now, wall.now = boot.now + 1.0, wall.now + 1.0
+    assert clock() - used_at == 6003.0
+
+
+def test_a_step_that_two_threads_find_counts_once() -> None:
+    boot, wall, inner = Clock(), Clock(), list[float]()
+
+    def looked_at_by_both() -> float:
+        if wall.now > 1100.0 and not inner:
+            inner.append(0.0)
+            inner[0] = clock()  # another thread's, meanwhile
+        return wall.now
+
+    clock = StoreClock(boot, looked_at_by_both)
+    used_at = clock()
+    boot.now, wall.now = boot.now + 1.0, wall.now + 201.0
+    assert clock() - used_at == 201.0
+    assert inner[0] - used_at == 1.0, "it does not wait for the first"
+    boot.now, wall.now = boot.now + 1.0, wall.now + 1.0
+    assert clock() - used_at == 202.0
 
 
 def test_a_thread_that_is_stopped_between_two_clocks_makes_nothing_older() -> None:
