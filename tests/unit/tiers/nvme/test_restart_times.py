@@ -268,6 +268,34 @@ def test_a_thread_that_is_stopped_between_two_clocks_makes_nothing_older() -> No
         assert before < clock() <= now[0]
 
 
+@pytest.mark.parametrize("stopped_in", ["boot", "wall"])
+def test_a_thread_that_is_stopped_once_makes_nothing_older(stopped_in: str) -> None:
+    """Behind one read of a clock, or some, and never again."""
+    now, stops = [1000.0], [0]
+
+    def boot() -> float:
+        told = now[0]
+        stop(stopped_in == "boot")
+        return told
+
+    def wall() -> float:
+        told = now[0]
+        stop(stopped_in == "wall")
+        return told
+
+    def stop(is_here: bool) -> None:
+        if is_here and stops[0]:
+            stops[0] -= 1
+            now[0] += 10 * STEP_S
+
+    clock = StoreClock(boot, wall)
+    for count in (0, 1, 2, 3, 0, 0):
+        now[0] += 1.0
+        stops[0] = count
+        before = now[0]
+        assert before <= clock() <= now[0]
+
+
 def test_a_server_looks_at_both_clocks() -> None:
     assert isinstance(Harness().clock, StoreClock)
 
