@@ -10,7 +10,8 @@ Before each load all KV in HBM is overwritten with garbage, so that what was not
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,16 +222,41 @@ def chunked(engine: Engine) -> list[Check]:
     """A prefill in chunks leaves KV, and another one goes on from it."""
     prompt = random_tokens("chunked", PROMPT)
     longer = [*prompt, *random_tokens("chunked on", 900)]
-    usual = engine.scheduler.max_num_scheduled_tokens
-    engine.scheduler.max_num_scheduled_tokens = 512
-    try:
+    with steps_of(engine, 512) as ends:
         engine.ask(prompt, max_tokens=1)
         forget(engine)
         got = engine.ask(longer, max_tokens=ANSWER)
-    finally:
-        engine.scheduler.max_num_scheduled_tokens = usual
-    reference = compute(engine, longer, 512)
+    with steps_of(engine, 512, ends):
+        reference = compute(engine, longer, 0)
     return [Check("chunked", len(longer), reference, got)]
+
+
+@contextmanager
+def steps_of(engine: Engine, tokens: int, given: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Prefills in steps of at most so many tokens.
+
+    Recurrent models round by where their steps end. So where those end is told, and a reference
+    can be given the same ends: vLLM alone would put them at multiples of a block from the start,
+    and not where a hit ended.
+    """
+    scheduler = engine.scheduler
+    usual, align = scheduler.max_num_scheduled_tokens, scheduler._mamba_block_aligned_split
+    ends: list[int] = []
+
+    def split(request: Any, num_new: int, *computed: int) -> int:
+        start = request.num_computed_tokens + sum(computed)
+        later = [end for end in given if end > start]
+        num_new = min([num_new, *(end - start for end in later)])
+        if not given:
+            num_new = align(request, num_new, *computed)
+        ends.append(start + num_new)
+        return num_new
+
+    scheduler.max_num_scheduled_tokens, scheduler._mamba_block_aligned_split = tokens, split
+    try:
+        yield ends
+    finally:
+        scheduler.max_num_scheduled_tokens, scheduler._mamba_block_aligned_split = usual, align
 
 
 def turns(engine: Engine, *, from_hbm: bool) -> tuple[list[Check], list[int], int]:

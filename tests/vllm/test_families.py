@@ -208,9 +208,10 @@ def test_lengths(family: str, engine: EngineHost) -> None:
         assert all(check.found > 0 for check in found)
 
 
-def test_chunked_prefill(engine: EngineHost, limit: float) -> None:
+def test_chunked_prefill(family: str, engine: EngineHost, limit: float) -> None:
     found = engine.call(checks.chunked)
-    check_answers(found, limit)
+    # A recurrent model's reference is computed in the very steps of the hit.
+    check_answers(found, SAME_SPLIT if family in RECURRENT else limit)
     assert found[0].found > 0
 
 
