@@ -113,14 +113,21 @@ def load(
     prompt: Sequence[int],
     answer: int = ANSWER,
     splits: Sequence[int] = (),
+    steps: Sequence[int] = (),
 ) -> Check:
     """Asked with nothing in HBM, then computed with the same split.
 
     Args:
         splits: others in which the KV may have been computed; the nearest answer counts.
+        steps: where the steps ended that computed the KV, if that is known of all of it.
     """
     forget(engine)
-    got = engine.ask(prompt, max_tokens=answer)
+    with steps_of(engine) as own:
+        got = engine.ask(prompt, max_tokens=answer)
+    if steps:
+        same = [end for end in steps if end <= got.cached_tokens]
+        with steps_of(engine, given=[*same, *own]):
+            return Check(name, len(prompt), compute(engine, prompt, 0, answer), got)
     checks = [
         Check(name, len(prompt), compute(engine, prompt, split, answer), got)
         for split in (got.cached_tokens, *splits)
@@ -169,7 +176,8 @@ def without_store(engine: Engine) -> list[Check]:
 def conversation(engine: Engine, tier: str = "dram") -> list[Check]:
     """The same again, one that branches off, the next turn: after a prompt and its answer."""
     prompt = random_tokens(("conversation", tier), PROMPT)
-    first = engine.ask(prompt, max_tokens=ANSWER)
+    with steps_of(engine) as ends:
+        first = engine.ask(prompt, max_tokens=ANSWER)
     assert first.cached_tokens == 0
     turn = [*prompt, *first.tokens, *random_tokens(("turn", tier), NEW)]
     branch = [*prompt[:BRANCH], *random_tokens(("branch", tier), PROMPT - BRANCH)]
@@ -178,7 +186,7 @@ def conversation(engine: Engine, tier: str = "dram") -> list[Check]:
         if tier == "nvme":
             engine.evict_dram()
         engine.loaded()
-        found.append(load(engine, name, asked))
+        found.append(load(engine, name, asked, steps=ends))
         loaded = engine.loaded()
         assert loaded == {"dram": 0, "nvme": 0, tier: found[-1].found}, (name, loaded)
     return found
@@ -232,12 +240,12 @@ def chunked(engine: Engine) -> list[Check]:
 
 
 @contextmanager
-def steps_of(engine: Engine, tokens: int, given: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Prefills in steps of at most so many tokens.
+def steps_of(engine: Engine, tokens: int = 0, given: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Steps of at most so many tokens, if that is given.
 
     Recurrent models round by where their steps end. So where those end is told, and a reference
     can be given the same ends: vLLM alone would put them at multiples of a block from the start,
-    and not where a hit ended.
+    and not where a hit ended. Other models are not asked: nothing is told.
     """
     scheduler = engine.scheduler
     usual, align = scheduler.max_num_scheduled_tokens, scheduler._mamba_block_aligned_split
@@ -252,7 +260,8 @@ def steps_of(engine: Engine, tokens: int, given: Sequence[int] = ()) -> Iterator
         ends.append(start + num_new)
         return num_new
 
-    scheduler.max_num_scheduled_tokens, scheduler._mamba_block_aligned_split = tokens, split
+    scheduler.max_num_scheduled_tokens = tokens or usual
+    scheduler._mamba_block_aligned_split = split
     try:
         yield ends
     finally:
@@ -311,23 +320,20 @@ def preempted(engine: Engine) -> list[Check]:
 
 def aborted(engine: Engine) -> list[Check]:
     """Given up amid the prompt, and amid the answer; then what that has left is used."""
-    usual = engine.scheduler.max_num_scheduled_tokens
-    engine.scheduler.max_num_scheduled_tokens = 512
-    try:
-        prompt = random_tokens("aborted prompt", PROMPT)
+    prompt = random_tokens("aborted prompt", PROMPT)
+    with steps_of(engine, 512) as ends:
         number = engine.submit(prompt, max_tokens=ANSWER)
         engine.wait_for(lambda: engine.request(number).num_computed_tokens >= 1_024, engine.step)
         engine.abort(number)
-    finally:
-        engine.scheduler.max_num_scheduled_tokens = usual
-    found = [load(engine, "prompt given up", prompt)]
+    found = [load(engine, "prompt given up", prompt, steps=ends)]
     prompt = random_tokens("aborted answer", PROMPT)
-    number = engine.submit(prompt, max_tokens=ANSWER)
-    engine.wait_for(lambda: len(_tokens(engine, number)) >= ANSWER // 2, engine.step)
+    with steps_of(engine) as ends:
+        number = engine.submit(prompt, max_tokens=ANSWER)
+        engine.wait_for(lambda: len(_tokens(engine, number)) >= ANSWER // 2, engine.step)
     said = list(engine.request(number).all_token_ids)
     engine.abort(number)
     turn = [*said, *random_tokens("behind what was given up", NEW)]
-    return [*found, load(engine, "answer given up", turn)]
+    return [*found, load(engine, "answer given up", turn, steps=ends)]
 
 
 def _tokens(engine: Engine, number: str) -> tuple[int, ...]:
