@@ -13,8 +13,8 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import GQA
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.policy.kv_compare import BOUND, Blocks, Comparison, Difference
-from attnstore_vllm.types import Event
+from attnstore_vllm.policy.kv_compare import BOUND
+from tests.vllm.audit_soak import EVERY_HIT, OUTCOMES, Recording
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine
 from tests.vllm.host import EngineHost
@@ -22,8 +22,6 @@ from tests.vllm.prompts import random_tokens
 from tests.vllm.stored import chunks, events
 
 PROMPT = 700
-EVERY_HIT = {"rate": 1, "tokens": 1_000_000, "stop_after": 1000}
-OUTCOMES = (Event.AGREED.value, Event.DIFFERED.value, Event.NOT_COMPARED.value)
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +30,6 @@ def engine(start_engine: StartEngine) -> EngineHost:
         shape=GQA, dram="64MiB", settings={"audit": EVERY_HIT},
         vllm={"max_num_batched_tokens": 512},
     )  # fmt: skip
-
-
-class Recording(Comparison):
-    """Notes each distance that is not 0."""
-
-    def __init__(self, like: Comparison) -> None:
-        super().__init__(like.units, like.sides, bound=0.0)
-        self.seen: list[float] = []
-
-    def look(
-        self, stored: memoryview, computed: memoryview, blocks: Blocks
-    ) -> Iterator[Difference | None]:
-        for found in super().look(stored, computed, blocks):
-            if found is not None:
-                self.seen.append(found.distance)
-            yield found if found is not None and found.distance > BOUND else None
 
 
 def asks_again(engine: Engine, prompt: list[int]) -> tuple[int, dict[str, int]]:

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""False alarms of the audit: many chunks, computed again in other batches, and compared.
+
+    python -m tests.vllm.audit_soak --chunks 100000
+    python -m tests.vllm.audit_soak --chunks 5000 --family gemma3 lfm2
+
+Of each family an engine computes crowds of prompts. Then HBM is emptied, and the same prompts come
+again in other crowds, with prefills in chunks of another size, and with preemptions, since HBM
+holds few of them. Each hit is audited. Nothing is planted, so each chunk that differs is a false
+alarm. The largest distance says how far the bound was from one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from attnstore_lab.testing.family_models import FAMILIES as MODELS
+from attnstore_vllm.policy.kv_compare import BOUND, Blocks, Comparison, Difference
+from attnstore_vllm.types import Event
+from tests.vllm.engine import Engine, EngineSpec
+from tests.vllm.host import EngineHost
+from tests.vllm.prompts import random_tokens
+from tests.vllm.soak import FAMILIES as FEW_BLOCKS
+from tests.vllm.stored import events
+
+EVERY_HIT = {"rate": 1, "tokens": 1_000_000, "stop_after": 1_000}
+OUTCOMES = (Event.AGREED.value, Event.DIFFERED.value, Event.NOT_COMPARED.value)
+FAMILIES = (
+    "llama", "gemma2", "gemma3", "gemma4", "cohere2", "gpt_oss", "llama4", "mimo_v2",
+    "mistral_window", "qwen3_next", "qwen3_5", "lfm2",
+)  # fmt: skip
+STEPS = (160, 300, 512, 1_024)
+"""Tokens of a step at most: prefills are cut there."""
+SMALL = {"max_model_len": 1_280, "max_num_batched_tokens": 1_024, "dtype": "bfloat16"}
+CROWD, LONGEST, AGAIN = 8, 1_200, 4
+
+
+class Recording(Comparison):
+    """Notes each distance that is not 0."""
+
+    def __init__(self, like: Comparison) -> None:
+        super().__init__(like.units, like.sides, bound=0.0)
+        self.seen: list[float] = []
+
+    def look(
+        self, stored: memoryview, computed: memoryview, blocks: Blocks
+    ) -> Iterator[Difference | None]:
+        for found in super().look(stored, computed, blocks):
+            if found is not None:
+                self.seen.append(found.distance)
+            yield found if found is not None and found.distance > BOUND else None
+
+
+def record(engine: Engine) -> None:
+    audit: Any = engine.store.audit
+    audit.comparisons[:] = [one and Recording(one) for one in audit.comparisons]
+
+
+def crowds(engine: Engine, seed: int, round_: int) -> dict[str, float]:
+    """Prompts, and the same again in other crowds and steps.
+
+    Returns how many chunks came to each outcome, "preemptions", and "distance", the largest.
+    """
+    chance = Random(f"{seed} {round_}")
+    scheduler, audit = engine.scheduler, engine.store.audit
+    before, preempted = events(engine, *OUTCOMES), preemptions(engine)
+    prompts = [
+        random_tokens((seed, round_, i), chance.randrange(200, LONGEST)) for i in range(CROWD)
+    ]
+    usual = scheduler.max_num_scheduled_tokens
+    for _ in range(AGAIN):
+        engine.forget_hbm()
+        scheduler.max_num_scheduled_tokens = min(usual, chance.choice(STEPS))
+        numbers = [engine.submit(one, max_tokens=chance.choice((1, 1, 12))) for one in prompts]
+        if chance.random() < 0.5:
+            for _ in range(chance.randrange(1, 6)):
+                engine.step()
+            scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts what runs
+        engine.finish(*numbers)
+        engine.settle()
+        chance.shuffle(prompts)
+    scheduler.max_num_scheduled_tokens = usual
+    recordings: list[Recording] = [one for one in getattr(audit, "comparisons", ()) if one]
+    largest = max((max(one.seen, default=0.0) for one in recordings), default=0.0)
+    for one in recordings:
+        one.seen.clear()
+    found = {name: n - before[name] for name, n in events(engine, *OUTCOMES).items()}
+    return {**found, "preemptions": preemptions(engine) - preempted, "distance": largest}
+
+
+def preemptions(engine: Engine) -> int:
+    return int(sum(m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions"))
+
+
+def spec_of(name: str, where: Path, eager: bool) -> EngineSpec:
+    family = MODELS[name]
+    return EngineSpec(
+        store=where / "store", models=where / "models", eager=eager,
+        vllm={**family.arguments(where / "families"), **SMALL},
+        needs_images=family.needs_images, blocks=FEW_BLOCKS.get(name, {}).get("blocks", 26),
+        dram="512MiB", nvme="2GiB", settings={"audit": EVERY_HIT, "chunk_tokens": 128},
+    )  # fmt: skip
+
+
+def audit_family(name: str, chunks: int, seed: int, eager: bool) -> dict[str, Any]:
+    """Crowds of one family until so many chunks are compared."""
+    total: dict[str, Any] = {"family": name, "graphs": not eager, "rounds": 0, "distance": 0.0}
+    with tempfile.TemporaryDirectory(prefix="attnstore-audit-") as name_:
+        where = Path(name_)
+        with EngineHost(spec_of(name, where, eager), where / "log") as engine:
+            engine.call(record)
+            while total.get("agreed", 0) + total.get("differed", 0) < chunks:
+                found = engine.call(crowds, seed, total["rounds"])
+                total["rounds"] += 1
+                total["distance"] = max(total["distance"], found.pop("distance"))
+                for outcome, n in found.items():
+                    total[outcome] = total.get(outcome, 0) + n
+                say = f"{name}: {total['agreed']:,} of {chunks:,} chunks agree"
+                print(f"\r{say}, {total['differed']} differ ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--chunks", type=int, default=100_000, help="of all families together")
+    parser.add_argument("--family", nargs="+", default=FAMILIES, choices=sorted(MODELS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file for the result, as JSON")
+    options = parser.parse_args()
+    begun, rows = time.monotonic(), []
+    share = -(-options.chunks // len(options.family))
+    for number, name in enumerate(options.family):
+        # Every other family runs compiled, as a server does by default.
+        rows.append(audit_family(name, share, options.seed, eager=number % 2 == 1))
+        compared = sum(row["agreed"] + row["differed"] for row in rows)
+        alarms = sum(row["differed"] for row in rows)
+        if options.out:  # after each family: a run takes an hour and more
+            seconds = round(time.monotonic() - begun)
+            result = {"compared": compared, "false_alarms": alarms, "bound": BOUND}
+            text = json.dumps({**result, "seconds": seconds, "families": rows}, indent=1)
+            options.out.write_text(text + "\n")
+    for row in rows:
+        print(row)
+    print(f"{compared:,} chunks compared, {alarms} false alarms")
+    return 1 if alarms else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
