@@ -189,6 +189,8 @@ class Cause(Word):
     # It was stored, and is computed all the same.
     DEADLINE = "deadline"
     """It did not come up from NVMe in time."""
+    DRAM_FULL = "dram_full"
+    """The same, and what DRAM held was in use or not written yet: no room came for it."""
     SLOWER = "slower"
     """Computing was expected to be sooner, or another connector brings it."""
     LOST = "lost"
@@ -209,7 +211,8 @@ class Cause(Word):
 
 
 RECOMPUTED: Final = (
-    Cause.DEADLINE, Cause.SLOWER, Cause.LOST, Cause.DRAM_TOO_SMALL, Cause.COPY_FAILED, Cause.AUDIT,
+    Cause.DEADLINE, Cause.DRAM_FULL, Cause.SLOWER, Cause.LOST, Cause.DRAM_TOO_SMALL,
+    Cause.COPY_FAILED, Cause.AUDIT,
 )  # fmt: skip
 """Causes of the metric `recomputations`."""
 

@@ -77,7 +77,8 @@ COUNTERS = {
     "recomputations": (
         "cause",
         "Requests that computed KV which the store had when they came: it did not come up from "
-        "NVMe in time (deadline), computing was expected to be sooner (slower), or it was evicted, "
+        "NVMe in time (deadline), or DRAM had no room for it till then (dram_full), computing was "
+        "expected to be sooner (slower), or it was evicted, "
         "unreadable or corrupt by then (lost), or DRAM had no room for all of it at once "
         "(dram_too_small), or the device failed to copy it (copy_failed), or it was drawn to be "
         "compared with what is computed (audit).",

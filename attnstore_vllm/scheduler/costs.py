@@ -209,7 +209,8 @@ class Costs:
             return Cause.SLOWER
         now = self._clock()
         if now >= self.deadline(state, now):
-            return Cause.DEADLINE
+            is_full = self._store.thread.reader.lacks_room
+            return Cause.DRAM_FULL if is_full else Cause.DEADLINE
         arrivals = self._store.arrivals(state.request.request_id, coming)
         number = 0
         if arrivals is not None and self._steps.is_known:

@@ -38,6 +38,8 @@ class Reader:
         self._context = context
         self._tiers = tiers
         self._wanted: OrderedDict[Chunk, None] = OrderedDict()
+        self.lacks_room = False
+        """DRAM had no room for the read that was to begin last."""
         self.needs_all = False
         """A part of what a request wants is of no use: its hit ends in several groups."""
         self.computing_s: Callable[[int, int], float | None] = lambda start, stop: None
@@ -177,8 +179,9 @@ class Reader:
                 chunk, source, whose = found
                 if source.loads_last or not source.can_load:
                     break
-                if not residency.begin_fetch(chunk, source.tier, whose):
-                    break  # no room now: tried again when something has ended
+                self.lacks_room = not residency.begin_fetch(chunk, source.tier, whose)
+                if self.lacks_room:
+                    break  # tried again when something has ended
                 self._wanted.pop(chunk, None)
                 source.begin_load(
                     chunk,

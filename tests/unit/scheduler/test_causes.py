@@ -372,6 +372,25 @@ def _deadline(start: Start) -> None:
     device(world).release()
 
 
+@story(Cause.DRAM_FULL)
+def _dram_full(start: Start) -> None:
+    clock = Clock()
+    world = on_nvme(start(slots=8, clock=clock))
+    in_use = list(world.store.residency.dram.owned.values())
+    with world.store.queue():
+        for chunk in in_use:
+            chunk.dram.uses += 1
+    request = asking(world, tokens_of(1, LENGTH))
+    world.come(request)
+    assert world.ask(request) is None
+    clock.now += 1.0
+    run(world, request)
+    with world.store.queue():
+        for chunk in in_use:
+            world.store.residency.release(chunk)
+    check(world, request, Cause.DRAM_FULL)
+
+
 @story(Cause.SLOWER)
 def _slower(start: Start) -> None:
     world = on_nvme(start(slots=8))

@@ -5,6 +5,7 @@ forecasts were; and which loads begin before their step. With a clock that stand
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ class Disk:
     def __init__(self) -> None:
         self.said: list[float] | None = None
         self.read_each_s: float | None = None
+        self.thread = SimpleNamespace(reader=SimpleNamespace(lacks_room=False))
 
     def read_s(self, num_reads: int) -> float | None:
         return None if self.read_each_s is None else num_reads * self.read_each_s
