@@ -28,7 +28,6 @@ from attnstore_vllm.types import Event
 from tests.vllm.engine import Engine, EngineSpec
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.soak import FAMILIES as FEW_BLOCKS
 from tests.vllm.stored import events
 
 EVERY_HIT = {"rate": 1, "tokens": 1_000_000, "stop_after": 1_000}
@@ -40,6 +39,8 @@ FAMILIES = (
 STEPS = (160, 300, 512, 1_024)
 """Tokens of a step at most: prefills are cut there."""
 SMALL = {"max_model_len": 1_280, "max_num_batched_tokens": 1_024, "dtype": "bfloat16"}
+FEW_BLOCKS = {"llama": 26, "gpt_oss": 26, "qwen3_next": 36}
+"""Blocks of HBM with which not all of a crowd runs at once."""
 CROWD, LONGEST, AGAIN = 8, 1_200, 4
 
 
@@ -105,7 +106,7 @@ def spec_of(name: str, where: Path, eager: bool) -> EngineSpec:
     return EngineSpec(
         store=where / "store", models=where / "models", eager=eager,
         vllm={**family.arguments(where / "families"), **SMALL},
-        needs_images=family.needs_images, blocks=FEW_BLOCKS.get(name, {}).get("blocks", 26),
+        needs_images=family.needs_images, blocks=FEW_BLOCKS.get(name, 66),
         dram="512MiB", nvme="2GiB", settings={"audit": EVERY_HIT, "chunk_tokens": 128},
     )  # fmt: skip
 
