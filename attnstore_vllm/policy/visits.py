@@ -203,6 +203,7 @@ def visit_of(
     *,
     ends_cut: bool = False,
     num_known: int = 0,
+    num_alike: int | None = None,
 ) -> Visit:
     """The chunks that a request that comes now uses, and by which runs it is remembered.
 
@@ -218,9 +219,12 @@ def visit_of(
         ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
         ends_cut: of the last of the leading chunks the request has the beginning alone.
         num_known: chunks of its prompt that need not be computed, with those that are moved.
+        num_alike: so many of its tokens may be those of the prompt before it; None: all.
     """
     before = estimator.arrive(marks, now)
-    num_shared = _num_shared(last_runs, before)
+    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
+    is_other = asks_for_less and not _goes_on(last_runs, before, num_alike)
+    num_shared = _num_shared(last_runs, None if is_other else before)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
     turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
     gap_s = now - before.since if before is not None else None
@@ -283,6 +287,14 @@ def _shared_leases(
         stop -= of_run
     first = found[::-1][:SHARED_RUNS_MAX]
     return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
+
+
+def _goes_on(last_runs: Sequence[Run | None], before: Before | None, num_alike: int | None) -> bool:
+    """Whether a prompt seems to go on from the one before it. Short questions behind one system
+    prompt have the same whole chunks: so something behind these must be the same, too."""
+    if before is None or num_alike is None:
+        return True
+    return len(last_runs) > before.depth and before.num_tokens <= num_alike
 
 
 def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:

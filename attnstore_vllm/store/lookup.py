@@ -379,3 +379,9 @@ def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
         return False
     number = spine[-1].start // size
     return whole[number : number + 1] != [spine[-1].chunk.name.key]
+
+
+def num_alike(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> int:
+    """So many tokens of a prompt may be those of one that is stored, its last block too."""
+    spine = in_place(pieces)
+    return max(lookup.spine_stop, spine[-1].stop if spine else 0) + grain
