@@ -19,7 +19,7 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Matched, Piece, in_place, no_ends, ready_run, settle
 from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
-from attnstore_vllm.policy.visits import Run, Visit
+from attnstore_vllm.policy.visits import Alike, Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.residency import Residency
@@ -381,7 +381,9 @@ def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
     return whole[number : number + 1] != [spine[-1].chunk.name.key]
 
 
-def num_alike(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> int:
-    """So many tokens of a prompt may be those of one that is stored, its last block too."""
+def alike_of(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> Alike:
+    """How far a prompt seems to go on from what was found of it. A hit is a block shorter, and so
+    may be a prompt that a chat template has begun an answer for."""
     spine = in_place(pieces)
-    return max(lookup.spine_stop, spine[-1].stop if spine else 0) + grain
+    stop, end = (spine[-1].stop, spine[-1].chunk.name.end) if spine else (0, 0)
+    return Alike(max(lookup.spine_stop, stop) + grain, stop + grain < end)

@@ -48,7 +48,7 @@ from attnstore_vllm.policy.visits import (
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
-from attnstore_vllm.store.lookup import Lookup, ends_cut, is_ready, num_alike, strategy_for
+from attnstore_vllm.store.lookup import Lookup, alike_of, ends_cut, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
@@ -201,7 +201,7 @@ class Store:
                 self._ttl_s,
                 ends_cut=is_cut,
                 num_known=-(-pieces[-1].stop // sequence.chunk_tokens) if pieces else 0,
-                num_alike=num_alike(lookup, pieces, self.residency.index.grain),
+                alike=alike_of(lookup, pieces, self.residency.index.grain),
             )
             self._context.has_leases |= terms.ttl_s is not None
             self.strategy.want(lookup, pieces, 0, stop, request_id, visit)

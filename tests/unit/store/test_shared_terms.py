@@ -128,6 +128,24 @@ def test_a_short_question_takes_no_system_prompt(
     assert world.serve(world.request("third", prompt + tokens_of(40, 2 * CHUNK))) == len(prompt)
 
 
+@pytest.mark.parametrize("num_whole", [0, 1, 2])
+@pytest.mark.parametrize("terms", [SHORT, Terms(ttl_s=1.0)])
+def test_who_begins_as_another_ends_no_text_of_his(
+    open_rig: Rigs, terms: Terms, num_whole: int
+) -> None:
+    """What both begin with is shorter than a chunk, or ends within one: it is in one with the rest
+    of what was there first."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    prompt = tokens_of(1, num_whole * CHUNK + 4)
+    theirs, mine = prompt + tokens_of(2, 8), prompt + tokens_of(3, 8)
+    save(rig, theirs, visited(rig, theirs, Terms()))
+    save(rig, mine, visited(rig, mine, terms))
+    clock.now += 10.0
+    next_turn = theirs + tokens_of(4, 8)
+    assert rig.store.find(lookup_of(next_turn), 0, len(next_turn))[-1].stop == len(theirs)
+
+
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("terms", [SHORT, Terms(ttl_s=1.0), Terms(Priority.LOW)])
 def test_who_goes_on_says_what_becomes_of_the_conversation(
