@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from attnstore_vllm.config.settings import StoreConfig, TruncationConfig
@@ -229,11 +230,12 @@ class Store:
             self.residency.pinning.pin(piece.chunk, until, self.residency.now)
 
     def unseen_run(self, terms: Terms) -> Run:
-        """The run of what a request saves that arrive() was not said of, as there was no time."""
+        """The run of what a request saves that arrive() was not said of, as there was no time. So
+        whose conversation that is was not asked, and who begins as it does shares it."""
         with self._lock:
             ttls = [ttl for ttl in (self._ttl_s, terms.ttl_s) if ttl is not None]
             self._context.has_leases |= bool(ttls)
-            return unknown_run(self._clock(), min(ttls, default=None))
+            return replace(unknown_run(self._clock(), min(ttls, default=None)), is_shared=True)
 
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""

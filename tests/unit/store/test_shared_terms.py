@@ -159,3 +159,16 @@ def test_who_goes_on_says_what_becomes_of_the_conversation(
     device.settle()
     run = rig.store.residency.run_of(rig.chunk(name_of(sequence_of(prompt), 0)))
     assert (run.priority, run.lease and run.lease.ttl_s) == (terms.priority, terms.ttl_s)
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, 2 * CHUNK])
+def test_a_prompt_that_was_not_looked_up_is_taken_by_none(open_rig: Rigs, length: int) -> None:
+    """Whose conversation it is was not asked. So who begins as it does shares that."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    prompt = tokens_of(1, 2 * CHUNK)
+    theirs, mine = prompt + tokens_of(2, length), prompt + tokens_of(3, length)
+    save(rig, theirs, unseen(rig, theirs, Terms()))
+    save(rig, mine, visited(rig, mine, SHORT))
+    clock.now += 10.0
+    assert rig.store.find(lookup_of(theirs), 0, len(prompt))[-1].stop == len(prompt)
