@@ -384,6 +384,6 @@ def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
 def alike_of(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> Alike:
     """How far a prompt seems to go on from what was found of it. A hit is a block shorter, and so
     may be a prompt that a chat template has begun an answer for."""
-    spine = in_place(pieces)
-    stop, end = (spine[-1].stop, spine[-1].chunk.name.end) if spine else (0, 0)
+    last = next((p for p in reversed(pieces) if p.group == 0 and p.first is None), None)
+    stop, end = (last.stop, last.chunk.name.end) if last is not None else (0, 0)
     return Alike(max(lookup.spine_stop, stop) + grain, stop + grain < end)
