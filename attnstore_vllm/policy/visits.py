@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -192,6 +193,15 @@ class Visit:
         return [*(run for _, run in self.earlier), self.shared, *cut, self.own]
 
 
+class Alike(NamedTuple):
+    """How far a prompt seems to go on from what is stored."""
+
+    num_tokens: int
+    """So many of its tokens may be those of the prompt before it."""
+    parts_within: bool
+    """The last of its leading chunks that are stored goes on otherwise."""
+
+
 def visit_of(
     estimator: ReturnEstimator,
     last_runs: Sequence[Run | None],
@@ -203,6 +213,7 @@ def visit_of(
     *,
     ends_cut: bool = False,
     num_known: int = 0,
+    alike: Alike | None = None,
 ) -> Visit:
     """The chunks that a request that comes now uses, and by which runs it is remembered.
 
@@ -218,9 +229,13 @@ def visit_of(
         ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
         ends_cut: of the last of the leading chunks the request has the beginning alone.
         num_known: chunks of its prompt that need not be computed, with those that are moved.
+        alike: how far the prompt seems to go on from what is stored; None: it does.
     """
     before = estimator.arrive(marks, now)
-    num_shared = _num_shared(last_runs, before)
+    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
+    is_other = asks_for_less and alike is not None and not _goes_on(last_runs, before, alike)
+    own_number = before.number if before is not None else 0
+    num_shared = _num_shared(last_runs, None if is_other else own_number)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
     turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
     gap_s = now - before.since if before is not None else None
@@ -285,9 +300,20 @@ def _shared_leases(
     return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
 
 
-def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
-    """How many of the leading chunks other conversations use too."""
-    own = before.number if before is not None else 0
+def _goes_on(last_runs: Sequence[Run | None], before: Before | None, alike: Alike) -> bool:
+    """Whether a prompt seems to go on from the one before it. Short questions behind one system
+    prompt have the same whole chunks: so something behind these must be the same, too."""
+    if before is None:
+        return not alike.parts_within
+    return len(last_runs) > before.depth and before.num_tokens <= alike.num_tokens
+
+
+def _num_shared(last_runs: Sequence[Run | None], own: int | None) -> int:
+    """How many of the leading chunks other conversations use too.
+
+    Args:
+        own: the run of its own conversation; None: all runs are of others.
+    """
     for number, run in enumerate(last_runs):
         if run is None or not (run.is_shared or run.number != own):
             return number

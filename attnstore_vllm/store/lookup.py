@@ -19,7 +19,7 @@ from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Matched, Piece, in_place, no_ends, ready_run, settle
 from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
-from attnstore_vllm.policy.visits import Run, Visit
+from attnstore_vllm.policy.visits import Alike, Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.residency import Residency
@@ -379,3 +379,11 @@ def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
         return False
     number = spine[-1].start // size
     return whole[number : number + 1] != [spine[-1].chunk.name.key]
+
+
+def alike_of(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> Alike:
+    """How far a prompt seems to go on from what was found of it. A hit is a block shorter, and so
+    may be a prompt that a chat template has begun an answer for."""
+    last = next((p for p in reversed(pieces) if p.group == 0 and p.first is None), None)
+    stop, end = (last.stop, last.chunk.name.end) if last is not None else (0, 0)
+    return Alike(max(lookup.spine_stop, stop) + grain, stop + grain < end)

@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from attnstore_vllm.config.settings import StoreConfig, TruncationConfig
@@ -48,7 +49,7 @@ from attnstore_vllm.policy.visits import (
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
-from attnstore_vllm.store.lookup import Lookup, ends_cut, is_ready, strategy_for
+from attnstore_vllm.store.lookup import Lookup, alike_of, ends_cut, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
@@ -201,6 +202,7 @@ class Store:
                 self._ttl_s,
                 ends_cut=is_cut,
                 num_known=-(-pieces[-1].stop // sequence.chunk_tokens) if pieces else 0,
+                alike=alike_of(lookup, pieces, self.residency.index.grain),
             )
             self._context.has_leases |= terms.ttl_s is not None
             self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
@@ -228,11 +230,12 @@ class Store:
             self.residency.pinning.pin(piece.chunk, until, self.residency.now)
 
     def unseen_run(self, terms: Terms) -> Run:
-        """The run of what a request saves that arrive() was not said of, as there was no time."""
+        """The run of what a request saves that arrive() was not said of, as there was no time. So
+        whose conversation that is was not asked, and who begins as it does shares it."""
         with self._lock:
             ttls = [ttl for ttl in (self._ttl_s, terms.ttl_s) if ttl is not None]
             self._context.has_leases |= bool(ttls)
-            return unknown_run(self._clock(), min(ttls, default=None))
+            return replace(unknown_run(self._clock(), min(ttls, default=None)), is_shared=True)
 
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""

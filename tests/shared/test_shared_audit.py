@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared import shared_io
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES
-from attnstore_vllm.types import SHARED
+from attnstore_vllm.types import SHARED, Event
 from tests.helpers import PAYLOAD_BYTES, Rig, conversation, lookup_of, memory_rig, payload_of
 from tests.shared import rigs
 from tests.shared.rigs import NUM_TOKENS, io_of, stored_names, whole_chunks
@@ -75,6 +77,56 @@ def test_wrong_kv_is_not_served_again(
         assert wrong not in found(two, tokens), "it is served once more"
         two.put(names[0])  # computed again
         two.until(lambda: stranger.get(place)[HEADER_BYTES:] == payload_of(names[0]))
+    finally:
+        two.close()
+
+
+def test_a_question_that_is_under_way_brings_no_wrong_kv_back(
+    server: NetworkStore,
+    namespace: bytes,
+    open_shared: OpenShared,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chunk without the one before it is asked for with that one, and found wrong meanwhile."""
+    one = open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    names = whole_chunks(tokens, None)
+    wrong = bytes(PAYLOAD_BYTES)
+    one.put(names[0])
+    one.put(names[1], wrong)
+    one.until(lambda: all(SHARED in one.chunk(name).behind for name in names[:2]))
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    tier = rigs.make(server.settings, namespace, directory=None)
+    two = memory_rig(more_tiers=(tier,), audit=audit, comparisons=(BITS,), path=tmp_path)
+    rigs.see_weights(two, same=True)
+    two.until(lambda: io_of(two).generation.usable is not None)
+    try:
+        assert two.store.audit is not None
+        two.store.audit.trial.close(SHARED)
+        assert found(two, tokens)[1] == wrong
+        chunk = two.chunk(names[1])
+        two.store.drop([two.chunk(names[0])])
+        there, go_on, ask = threading.Event(), threading.Event(), io_of(two).helper.numbers
+
+        def slow(*given: Any) -> list[int]:
+            answer = ask(*given)
+            there.set()
+            go_on.wait(rigs.DEADLINE_S)
+            return answer
+
+        with monkeypatch.context() as patch:
+            patch.setattr(io_of(two).helper, "numbers", slow)
+            two.store.find(lookup_of(tokens, None, may_ask=True), 0, len(tokens))
+            two.until(there.is_set)
+            copy = two.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+            assert copy is not None
+            two.pool.slot(copy.dram.slot)[:] = payload_of(names[1])
+            two.store.finish_saves([copy])
+            two.until(lambda: chunk.dropped)
+            go_on.set()
+            two.until(lambda: rigs.counts(two)[Event.FOUND] > 2)
+        assert found(two, tokens) == [payload_of(names[0])]
     finally:
         two.close()
 

@@ -244,6 +244,11 @@ class SharedIo(RemoteIo):
         count = len(list(takewhile(bool, there)))
         self.answer(ask, [Found(ask.name(number)) for number in range(count)])
 
+    def _enter(self, found: Found, now: float) -> Chunk | None:
+        if bytes(found.name.key) in self._wrong:
+            return None  # an audit has found it so since it was asked for
+        return super()._enter(found, now)
+
     def _note_end(self, error: DeviceError, what: str) -> None:
         """A store or a child that hangs or died: the tier is left alone until it answers."""
         if isinstance(error, LateError) or not self.helper.is_running:

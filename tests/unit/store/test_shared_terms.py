@@ -101,3 +101,74 @@ def test_who_asks_for_more_gets_it(open_rig: Rigs) -> None:
     assert used_by_both(run, first(0), clock.now) is run
     clock.now += LONG_S + 1.0
     assert rig.store.find(lookup_of(prompt), 0, 16) == []
+
+
+HINTS = [{"ttl": 1}, {"ended": True}, {"priority": "low"}]
+
+
+@pytest.mark.parametrize("length", [1, 5, CHUNK])
+@pytest.mark.parametrize("hint", HINTS)
+def test_a_short_question_takes_no_system_prompt(
+    monkeypatch: pytest.MonkeyPatch, hint: dict[str, object], length: int
+) -> None:
+    """All whole chunks of both prompts are the same, as in a conversation that goes on."""
+    clock = Clock()
+    world = StepWorld(monkeypatch, store={"clock": clock})
+    prompt = tokens_of(7, 4 * CHUNK)
+    world.serve(world.request("theirs", prompt + tokens_of(20, length)))
+    hints = {"attnstore": hint}
+    mine = world.request("mine", prompt + tokens_of(30, length), kv_transfer_params=hints)
+    assert world.serve(mine) == len(prompt)
+    residency = world.store.residency
+    chunks = [world.rig.chunk(name) for name in names_of(sequence_of(prompt))]
+    assert {residency.run_of(chunk).priority for chunk in chunks} == {Priority.NORMAL}
+    assert not any(chunk.refused_by for chunk in chunks), "else the disk does not get it"
+    clock.now += 10.0
+    world.end_step()
+    assert world.serve(world.request("third", prompt + tokens_of(40, 2 * CHUNK))) == len(prompt)
+
+
+@pytest.mark.parametrize("num_whole", [0, 1, 2])
+@pytest.mark.parametrize("terms", [SHORT, Terms(ttl_s=1.0)])
+def test_who_begins_as_another_ends_no_text_of_his(
+    open_rig: Rigs, terms: Terms, num_whole: int
+) -> None:
+    """What both begin with is shorter than a chunk, or ends within one: it is in one with the rest
+    of what was there first."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    prompt = tokens_of(1, num_whole * CHUNK + 4)
+    theirs, mine = prompt + tokens_of(2, 8), prompt + tokens_of(3, 8)
+    save(rig, theirs, visited(rig, theirs, Terms()))
+    save(rig, mine, visited(rig, mine, terms))
+    clock.now += 10.0
+    next_turn = theirs + tokens_of(4, 8)
+    assert rig.store.find(lookup_of(next_turn), 0, len(next_turn))[-1].stop == len(theirs)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("terms", [SHORT, Terms(ttl_s=1.0), Terms(Priority.LOW)])
+def test_who_goes_on_says_what_becomes_of_the_conversation(
+    open_rig: Rigs, terms: Terms, length: int
+) -> None:
+    rig, device = open_rig(clock=Clock())
+    prompt, more = tokens_of(1, 32 + length), tokens_of(2, 8)
+    first = visited(rig, prompt, Terms())
+    save(rig, prompt + more, first)  # with its answer
+    save(rig, prompt + more + more, visited(rig, prompt + more + more, terms))
+    device.settle()
+    run = rig.store.residency.run_of(rig.chunk(name_of(sequence_of(prompt), 0)))
+    assert (run.priority, run.lease and run.lease.ttl_s) == (terms.priority, terms.ttl_s)
+
+
+@pytest.mark.parametrize("length", [1, CHUNK, 2 * CHUNK])
+def test_a_prompt_that_was_not_looked_up_is_taken_by_none(open_rig: Rigs, length: int) -> None:
+    """Whose conversation it is was not asked. So who begins as it does shares that."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    prompt = tokens_of(1, 2 * CHUNK)
+    theirs, mine = prompt + tokens_of(2, length), prompt + tokens_of(3, length)
+    save(rig, theirs, unseen(rig, theirs, Terms()))
+    save(rig, mine, visited(rig, mine, SHORT))
+    clock.now += 10.0
+    assert rig.store.find(lookup_of(theirs), 0, len(prompt))[-1].stop == len(prompt)
