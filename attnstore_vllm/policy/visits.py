@@ -99,6 +99,10 @@ class Run:
     before: Run | None = None
     """The shared run that its request used too, which has the chunks before these. It may have one
     before it in turn: SHARED_RUNS_MAX in all."""
+    follows: int = 0
+    """Of a request's own chunks: the number of the run that it goes on from. 0: of none."""
+    ended_at: float = math.inf
+    """When its request ended."""
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
@@ -249,7 +253,7 @@ def visit_of(
         start = stop
     *earlier, (_, shared) = parts
     own = run(num_shared, len(marks), own_lease, is_shared=False)
-    own.before = shared
+    own.before, own.follows = shared, before.number if before is not None else 0
     before_tokens = before.num_tokens if before is not None else 0
     is_cut = ends_cut and 0 < num_shared == len(last_runs)
     cut = replace(shared, lease=own_lease) if is_cut and own_lease is not None else None
@@ -297,7 +301,9 @@ def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
 def used_by_both(run: Run, before: Run, now: float) -> Run:
     """The run of a chunk that a request of `run` has computed, though one of `before` has left it:
     its look-up did not meet it. Both share it, and it is kept as the one of them said who asked
-    for more."""
+    for more. The next turn of a conversation takes it over, as it does what its look-up meets."""
+    if 0 < run.follows == before.number and before.ended_at <= run.since:
+        return run
     lease, other = run.lease, before.lease
     if lease is not None and other is not None:
         expires = max(now + lease.ttl_s, lease.expires)

@@ -237,6 +237,7 @@ class Store:
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""
         with self._lock:
+            visit.own.ended_at = self._clock()
             answer(visit.own, num_tokens, self._estimator)
             self.residency.rank(visit.own)
 

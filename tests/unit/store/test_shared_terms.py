@@ -65,6 +65,35 @@ def test_a_prompt_that_two_compute_at_once_is_kept_for_both(
     assert rig.store.find(lookup_of(prompt), 0, 32)[-1].stop == 32
 
 
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+def test_the_next_turn_says_what_becomes_of_the_rest_of_the_last(
+    open_rig: Rigs, eviction: str
+) -> None:
+    """A prompt is longer than DRAM has room for, so its rest is saved after its end. Its next turn
+    has come then, computes that as well, and is the last one."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock, eviction=eviction, dram_slots=16)
+    prompt = tokens_of(1, 48)
+    names = names_of(sequence_of(prompt))
+    _, first = rig.store.arrive("first", Lookup(sequence_of(prompt)), len(prompt))
+    longer = prompt + tokens_of(2, 16)
+    last: Callable[[int], Run] | None = None
+    for number, name in enumerate(names):
+        chunk = rig.store.begin_save(name, first.run(number), yields=last is not None)
+        assert chunk is not None
+        rig.store.finish_saves([chunk])
+        if last is None:
+            rig.store.answered(first, 0)
+            last = visited(rig, longer, Terms(Priority.ENDED, ttl_s=20.0))
+    assert last is not None
+    save(rig, longer, last)
+    chunks = [rig.chunk(name) for name in names_of(sequence_of(longer))]
+    found = {rig.store.residency.run_of(chunk).priority for chunk in chunks}
+    assert found == {Priority.ENDED}, "no other conversation shares it"
+    clock.now += 21.0
+    assert rig.store.find(lookup_of(longer), 0, 64) == []
+
+
 def test_a_request_that_is_not_looked_up_ends_no_system_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
