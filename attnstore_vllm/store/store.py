@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from attnstore_vllm.config.settings import StoreConfig, TruncationConfig
@@ -203,7 +204,7 @@ class Store:
                 num_known=-(-pieces[-1].stop // sequence.chunk_tokens) if pieces else 0,
             )
             self._context.has_leases |= terms.ttl_s is not None
-            self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
+            self.strategy.want(lookup, pieces, 0, stop, request_id, visit, is_first=True)
             if terms.pin_s is not None:
                 self._pin(pieces, now + terms.pin_s)
         if self.remote is not None:
@@ -232,7 +233,7 @@ class Store:
         with self._lock:
             ttls = [ttl for ttl in (self._ttl_s, terms.ttl_s) if ttl is not None]
             self._context.has_leases |= bool(ttls)
-            return unknown_run(self._clock(), min(ttls, default=None))
+            return replace(unknown_run(self._clock(), min(ttls, default=None)), is_known=True)
 
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""

@@ -17,6 +17,7 @@ import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.tiers.context import LOOK_S, STEP_S, StoreClock
+from attnstore_vllm.tiers.nvme import recovery
 from attnstore_vllm.types import Key
 from tests.helpers import found_slab
 from tests.property.test_ttl import EVICTIONS, SEEDS, WEIGHTS, Clock, History, Kept
@@ -52,9 +53,9 @@ class ClockHistory(History):
         self.on_disk: dict[Key, float] = {}
         """Up to when, by the wall clock, a record may let a chunk be found."""
         super().__init__(seed, eviction, Machine())
-        self.weights = {**WEIGHTS, "pause": 2, "restart": 1, "hold": 0.5}
+        self.weights = {**WEIGHTS, "pause": 2, "restart": 1.5, "hold": 0.2}
         if self.rng.random() < 0.5:
-            self.weights |= {"set_back": 0.5}
+            self.weights |= {"set_back": 1}
 
     def options(self) -> dict[str, object]:
         machine = self.clock
@@ -113,11 +114,11 @@ class ClockHistory(History):
         self.say(f"restart, with a ttl of {self.server_ttl_s}")
         most = math.inf if self.server_ttl_s is None else self.server_ttl_s
         for key, kept in self.oracle.kept.items():
-            kept.ends = self.on_disk[key] - machine.ahead
             kept.ttl_s = min(kept.ttl_s, most)
+            kept.ends = min(self.on_disk[key] - machine.ahead, machine.now + kept.ttl_s)
         self.first_ahead = {}
         self.rig = self.open_rig(found_slab(image))
-        for _ in range(rng.choice([1, 8])):
+        for _ in range(rng.choice([1, 2, 8])):  # recovery may go on
             self.rig.store.tick()
 
     # ---- what must hold ------------------------------------------------------------------
@@ -143,7 +144,11 @@ class ClockHistory(History):
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=["few", "many"])
 @pytest.mark.parametrize("eviction", EVICTIONS)
-def test_no_clock_and_no_restart_lets_kv_be_found_for_longer(eviction: str, seeds: range) -> None:
+def test_no_clock_and_no_restart_lets_kv_be_found_for_longer(
+    eviction: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "BATCH_HEADERS", 3)
+    monkeypatch.setattr(recovery, "BATCHES", 1)
     for seed in seeds:
         try:
             ClockHistory(seed, eviction).play(STEPS)
