@@ -202,6 +202,8 @@ class Visit:
             return used
         if any(last is run for run in self.runs):
             return last
+        if last.number == self.own.number and last.number and not last.is_shared:
+            return self.own  # a prefetch or the end of a pin has renewed it
         joint = used_by_both(self.own, last, now)
         if joint is self.own:
             if goes_on_from(joint, last):

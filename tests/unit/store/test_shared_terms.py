@@ -112,6 +112,20 @@ def test_who_waits_gives_nothing_to_what_came_meanwhile(
     assert rig.store.find(lookup_of(its), 0, len(its))[-1].stop == 16
 
 
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+def test_a_prefetch_is_no_other_conversation(open_rig: Rigs, eviction: str) -> None:
+    """It renews what a request of the conversation waits for."""
+    rig, _ = open_rig(eviction=eviction)
+    prompt = tokens_of(1, 32)
+    save(rig, prompt, visited(rig, prompt, Terms()))
+    lookup, visit = waiting(rig, prompt + tokens_of(2, 8), SHORT)
+    for _ in range(2):
+        rig.store.find(lookup_of(prompt), 0, 32)
+        pieces = rig.store.find(lookup, 0, 39, request_id="waiting", visit=visit)
+        runs = {rig.store.residency.run_of(piece.chunk) for piece in pieces}
+        assert {(run.priority, run.is_shared) for run in runs} == {(Priority.ENDED, False)}
+
+
 def waiting(rig: Rig, tokens: list[int], terms: Terms) -> tuple[Lookup, Visit]:
     with rig.store.queue() as queue:
         queue.append("waiting")
