@@ -102,7 +102,7 @@ class Run:
     """The shared run that its request used too, which has the chunks before these. It may have one
     before it in turn: SHARED_RUNS_MAX in all."""
     follows: int = 0
-    """Of a request's own chunks: the number of the run that it goes on from. 0: of none."""
+    """The number of the run that its request goes on from. 0: of none."""
     ended_at: float = math.inf
     """When its request ended."""
     is_known: bool = True
