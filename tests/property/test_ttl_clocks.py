@@ -52,6 +52,9 @@ class ClockHistory(History):
         self.first_ahead: dict[Key, tuple[Kept, float]] = {}
         self.on_disk: dict[Key, float] = {}
         """Up to when, by the wall clock, a record may let a chunk be found."""
+        self.disk_ttl_s: dict[Key, float] = {}
+        """The longest ttl that a record of it may have. Who computes a chunk anew leaves the record
+        of before where it is, as long as its place is not used."""
         super().__init__(seed, eviction, Machine())
         self.weights = {**WEIGHTS, "pause": 2, "restart": 1.5, "hold": 0.2}
         if self.rng.random() < 0.5:
@@ -114,7 +117,7 @@ class ClockHistory(History):
         self.say(f"restart, with a ttl of {self.server_ttl_s}")
         most = math.inf if self.server_ttl_s is None else self.server_ttl_s
         for key, kept in self.oracle.kept.items():
-            kept.ttl_s = min(kept.ttl_s, most)
+            kept.ttl_s = min(self.disk_ttl_s[key], most)
             kept.ends = min(self.on_disk[key] - machine.ahead, machine.now + kept.ttl_s)
         self.first_ahead = {}
         self.rig = self.open_rig(found_slab(image))
@@ -131,6 +134,7 @@ class ClockHistory(History):
                 self.first_ahead[key] = known = kept, machine.ahead
             end = kept.ends + known[1]
             self.on_disk[key] = max(self.on_disk.get(key, end), end)
+            self.disk_ttl_s[key] = max(self.disk_ttl_s.get(key, 0.0), kept.ttl_s)
         residency = self.rig.store.residency
         for chunk in list(residency.index):
             lease, name = residency.run_of(chunk).lease, chunk.name
