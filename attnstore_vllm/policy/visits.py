@@ -55,6 +55,8 @@ def lease_for(ttl_s: float | None, now: float) -> Lease | None:
 
 SHARED_RUNS_MAX = 4
 """A request's shared chunks are of so many runs at most, by how long they are kept."""
+JOINT_MAX = 32
+"""Twice the runs of others that a request remembers to have joined while it waits."""
 LEFT_PARTS = 16
 """Chunks whose time ends in the same part of so many share a lease, so that there are few."""
 
@@ -100,6 +102,13 @@ class Run:
     before: Run | None = None
     """The shared run that its request used too, which has the chunks before these. It may have one
     before it in turn: SHARED_RUNS_MAX in all."""
+    follows: int = 0
+    """The number of the run that its request goes on from. 0: of none."""
+    ended_at: float = math.inf
+    """When its request ended."""
+    is_known: bool = True
+    """It is a request's. Else of what others or an earlier process have left: of whom is not known.
+    """
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
@@ -136,7 +145,7 @@ def unknown_run(now: float, ttl_s: float | None = None) -> Run:
         ttl_s: of the whole server.
     """
     kind = kind_of(1, None, 0, is_fresh=True, is_shared=False)
-    return Run(0, kind, now, False, lease=lease_for(ttl_s, now))
+    return Run(0, kind, now, False, lease=lease_for(ttl_s, now), is_known=False)
 
 
 NO_RUN = unknown_run(0.0)
@@ -159,6 +168,9 @@ class Visit:
     cut: Run | None = None
     """The run of its own last shared chunk, if that only begins as the one that it found: what is
     behind the beginning is its own, and kept as long as its own."""
+    joint: dict[Run, Run] = field(default_factory=dict)
+    """Runs of what others have left or used since it came, and of which runs that is from now on:
+    themselves, once that is so."""
 
     def run(self, number: int) -> Run:
         """The run of chunk `number` of the request."""
@@ -172,14 +184,36 @@ class Visit:
         Args:
             last: that used the stored one last.
         """
+        if last is not None and (last is self.own or last is self.cut):
+            return last
+        if last is not None and last in self.joint:
+            return self.joint[last]
         if number >= self.num_shared:
             return self.own
-        if last is not None and last is self.cut:
-            return last
         for stop, run in self.earlier:
             if number < stop:
                 return run
         return self.shared
+
+    def joined(self, number: int, last: Run, now: float) -> Run:
+        """used_run() at a look after the first one. What this one did not meet, since others have
+        left or used it meanwhile, is kept as one of both said who asked for more."""
+        used = self.used_run(number, last)
+        if used is last or last in self.joint or not last.is_known:
+            return used
+        if any(last is run for run in self.runs):
+            return last
+        if last.number == self.own.number and last.number and not last.is_shared:
+            return self.own  # a prefetch or the end of a pin has renewed it
+        joint = used_by_both(self.own, last, now)
+        if joint is self.own:
+            if goes_on_from(joint, last):
+                return joint
+            joint = replace(joint, is_shared=True, priority=max(Priority.NORMAL, joint.priority))
+        if len(self.joint) >= JOINT_MAX:
+            self.joint.clear()
+        self.joint[last] = self.joint[joint] = joint
+        return joint
 
     def runs_of(self, first: int, stop: int) -> list[Run]:
         """run() of each of these chunks."""
@@ -190,7 +224,8 @@ class Visit:
     def runs(self) -> list[Run]:
         """All, the first chunks' first."""
         cut = () if self.cut is None else (self.cut,)
-        return [*(run for _, run in self.earlier), self.shared, *cut, self.own]
+        joint = dict.fromkeys(self.joint.values())
+        return [*(run for _, run in self.earlier), self.shared, *cut, *joint, self.own]
 
 
 class Alike(NamedTuple):
@@ -264,7 +299,7 @@ def visit_of(
         start = stop
     *earlier, (_, shared) = parts
     own = run(num_shared, len(marks), own_lease, is_shared=False)
-    own.before = shared
+    own.before, own.follows = shared, 0 if is_other else own_number
     before_tokens = before.num_tokens if before is not None else 0
     is_cut = ends_cut and 0 < num_shared == len(last_runs)
     cut = replace(shared, lease=own_lease) if is_cut and own_lease is not None else None
@@ -320,10 +355,17 @@ def _num_shared(last_runs: Sequence[Run | None], own: int | None) -> int:
     return len(last_runs)
 
 
+def goes_on_from(run: Run, before: Run) -> bool:
+    """Whether its request is the next turn of the conversation that has left the other one."""
+    return 0 < run.follows == before.number and before.ended_at <= run.since
+
+
 def used_by_both(run: Run, before: Run, now: float) -> Run:
     """The run of a chunk that a request of `run` has computed, though one of `before` has left it:
     its look-up did not meet it. Both share it, and it is kept as the one of them said who asked
-    for more."""
+    for more. The next turn of a conversation takes it over, as it does what its look-up meets."""
+    if goes_on_from(run, before):
+        return run
     lease, other = run.lease, before.lease
     if lease is not None and other is not None:
         expires = max(now + lease.ttl_s, lease.expires)

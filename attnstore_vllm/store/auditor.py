@@ -319,7 +319,11 @@ class Auditor:
             f"{len(self._bad_hits)} hits had KV that is not what the model computes "
             f"(audit.stop_after: {self._stop_after})"
         )
-        where = self._written(lambda: str(self._aside.stop(self._namespace, why)))
+        try:
+            where = str(self._aside.stop(self._namespace, why))
+        except OSError as error:  # no mark, so the next start is to find nothing
+            where = f"Nothing could be written: {error}. NVMe begins anew"
+            self.reset()
         logger.error(
             "AttnStore serves nothing of what is stored any more, since %s. What it has in memory "
             "is forgotten. docs/audit.md says how to find the cause; a start serves again when "

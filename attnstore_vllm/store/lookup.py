@@ -139,12 +139,15 @@ class Strategy(ABC):
         stop: int,
         request_id: str | None,
         visit: Visit | None,
+        *,
+        is_first: bool = False,
     ) -> None:
         """These pieces were found: they are used, and what is not in DRAM is queued for reading.
 
         Args:
             request_id: that waits for them; None: one is likely to come.
             visit: whose use it is; None: they are renewed.
+            is_first: the visit was made for what was found.
         """
         residency, size = self._residency, lookup.keys.chunk_tokens
         at = self._tail_start(lookup, pieces, start)
@@ -159,12 +162,13 @@ class Strategy(ABC):
         else:
             of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
             residency.use_moved([p.chunk for p in used if p.first is not None], visit)
-            for piece in used:
-                if piece.first is not None:
-                    continue
-                last = None if visit.cut is None else residency.run_of(piece.chunk)
-                of_run[visit.used_run(piece.start // size, last)].append(piece.chunk)
-            of_run[visit.used_run(at // size)] += ends
+            placed = [(p.start // size, p.chunk) for p in used if p.first is None]
+            for number, chunk in (*placed, *((at // size, end) for end in ends)):
+                if is_first:
+                    run = visit.used_run(number)
+                else:
+                    run = visit.joined(number, residency.run_of(chunk), residency.now)
+                of_run.setdefault(run, []).append(chunk)
             for run, chunks in of_run.items():
                 residency.use(chunks, run)
             if is_known:
@@ -344,13 +348,13 @@ def is_wanted_so(
     if len(wants) != len(pieces):
         return False
     size = residency.index.chunk_tokens
-    border = visit.num_shared * size
     for wanted, piece in zip(wants, pieces, strict=True):
         chunk = piece.chunk
         if wanted is not chunk or chunk.dram.state is State.ABSENT:
             return False
-        is_own = piece.start >= border
-        run = visit.own if is_own else visit.used_run(piece.start // size, chunk.run)
+        run = visit.own  # most often
+        if chunk.run is not run:
+            run = visit.used_run(piece.start // size, chunk.run)
         if chunk.refused_by and chunk.copied_for is not run:  # worth another look
             return False
         is_of = chunk.run is run or piece.first is not None  # moved: of its own conversation

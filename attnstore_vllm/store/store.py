@@ -205,7 +205,7 @@ class Store:
                 alike=alike_of(lookup, pieces, self.residency.index.grain),
             )
             self._context.has_leases |= terms.ttl_s is not None
-            self.strategy.want(lookup, pieces, 0, stop, request_id, visit)
+            self.strategy.want(lookup, pieces, 0, stop, request_id, visit, is_first=True)
             if terms.pin_s is not None:
                 self._pin(pieces, now + terms.pin_s)
         if self.remote is not None:
@@ -235,11 +235,13 @@ class Store:
         with self._lock:
             ttls = [ttl for ttl in (self._ttl_s, terms.ttl_s) if ttl is not None]
             self._context.has_leases |= bool(ttls)
-            return replace(unknown_run(self._clock(), min(ttls, default=None)), is_shared=True)
+            run = unknown_run(self._clock(), min(ttls, default=None))
+            return replace(run, is_shared=True, is_known=True)
 
     def answered(self, visit: Visit, num_tokens: int) -> None:
         """The request of this visit has ended, with so many tokens of its own."""
         with self._lock:
+            visit.own.ended_at = self._clock()
             answer(visit.own, num_tokens, self._estimator)
             self.residency.rank(visit.own)
 

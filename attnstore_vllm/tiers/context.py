@@ -63,6 +63,11 @@ class StoreClock:
             self._look_at = now + LOOK_S
         return now + self._ahead
 
+    def look(self) -> None:
+        """The next call tells of all that the wall clock has been put ahead by till now."""
+        with self._looking:
+            self._look()
+
     def _look(self) -> None:
         before, wall, after = self._boot(), self._wall(), self._boot()
         at_least, at_most = wall - after, wall - before
@@ -131,6 +136,13 @@ class Context:
 
     def __post_init__(self) -> None:
         self.has_leases = self.ttl_s is not None
+
+    def clock_and_wall(self) -> tuple[float, float]:
+        """For what is told of a time in a file: by what the wall clock was put ahead is in both."""
+        wall = self.wall()
+        if isinstance(self.clock, StoreClock):  # not that of a test
+            self.clock.look()
+        return self.clock(), wall
 
 
 class Figures(NamedTuple):

@@ -413,6 +413,7 @@ class History:
         again, low_value = self.rng.random() < 0.4, self.rng.random() < 0.1
         may_pin = name.position < request.num_prompt and not low_value
         pin_s = request.terms.pin_s if may_pin else None
+        num_expired = store.residency.num_expired
         chunk = store.begin_save(
             name,
             run,
@@ -427,6 +428,8 @@ class History:
             f"yields {yields}: "
             f"{'a copy' if chunk else 'none'}, known {was_known}"
         )
+        # It may have ended earlier than the oracle says: then it is computed anew.
+        was_alive &= store.residency.num_expired == num_expired
         ttl_s, end = request.kept_by(name, group)
         if chunk is not None:
             of_group = self.names if group == 0 else self.sections

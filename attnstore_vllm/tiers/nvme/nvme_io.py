@@ -329,7 +329,7 @@ class NvmeIo(TierIo):
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         self._sequence += 1
-        slot, now = chunk.at(NVME).slot, self._context.wall()
+        slot, (clock, now) = chunk.at(NVME).slot, self._context.clock_and_wall()
         frame, segment = self._store_frames.popleft(), self._disk.slab.segment(slot)
         header = Header(
             chunk.name,
@@ -342,7 +342,7 @@ class NvmeIo(TierIo):
             int(now),
             segment.encoding,
             chunk.is_alone,
-            *_age(chunk.run, self._context.clock() + (int(now) - now)),
+            *_age(chunk.run, clock + (int(now) - now)),
         )
         begin = self._store if self._coders is None else self._begin_encoding
         self._outbox.append(partial(begin, frame, header, payload, done))

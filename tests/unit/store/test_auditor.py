@@ -186,6 +186,21 @@ def test_a_directory_that_cannot_be_written_to_is_told(
     assert all("Nothing could be written" in record.getMessage() for record in caplog.records)
 
 
+def test_a_stop_that_cannot_be_noted_leaves_nothing_to_the_next_start(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """A full disk, whose slab has its room: no mark keeps a start from serving what is there."""
+    rig, device = audited(open_rig, tmp_path / "gone", audit={"stop_after": 1})
+    rig.put_all(sequence_of(conversation(9)))
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    rig.until_idle()
+    compare(rig, chunk, payload_of(chunk.name))
+    device.settle()
+    assert rig.store.is_distrusted
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
+
+
 def test_what_is_not_there_any_more_is_not_compared(open_rig: Rigs, tmp_path: Path) -> None:
     rig, device = audited(open_rig, tmp_path)
     chunk = stored(rig, conversation(1))

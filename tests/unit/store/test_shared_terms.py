@@ -13,7 +13,7 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.visits import Run, Terms, used_by_both
+from attnstore_vllm.policy.visits import Run, Terms, Visit, used_by_both
 from attnstore_vllm.store.lookup import Lookup
 from tests.helpers import Rig, Rigs, lookup_of, name_of, names_of, sequence_of, tokens_of
 from tests.step_world import CHUNK, StepWorld
@@ -63,6 +63,107 @@ def test_a_prompt_that_two_compute_at_once_is_kept_for_both(
     assert len(found) == 1, "of a prompt the end leaves first: its chunks are of one run"
     clock.now += LONG_S - 1.0
     assert rig.store.find(lookup_of(prompt), 0, 32)[-1].stop == 32
+
+
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+def test_who_waits_takes_nothing_from_what_came_meanwhile(open_rig: Rigs, eviction: str) -> None:
+    """Two have one prompt. One of them waits until the other has computed it."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock, eviction=eviction)
+    prompt = tokens_of(1, 32)
+    lookup, visit = waiting(rig, prompt + tokens_of(2, 8), SHORT)
+    save(rig, prompt, visited(rig, prompt, Terms()))
+    device.settle()
+    for _ in range(2):
+        pieces = rig.store.find(lookup, 0, 39, request_id="waiting", visit=visit)
+        assert pieces[-1].stop == 32
+    runs = {rig.store.residency.run_of(piece.chunk) for piece in pieces}
+    assert {run.priority for run in runs} == {Priority.NORMAL}
+    assert len(runs) == 1
+    rig.store.leave_queue(["waiting"])
+    clock.now += 10.0
+    assert rig.store.find(lookup_of(prompt), 0, 32)[-1].stop == 32
+
+
+@pytest.mark.parametrize("num_own", [4, 2], ids=["chunk", "tail"])
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+def test_who_waits_gives_nothing_to_what_came_meanwhile(
+    open_rig: Rigs, eviction: str, num_own: int
+) -> None:
+    """It found KV without a ttl, which has gone. Another's begins alike, and has one."""
+    clock = Clock()
+    rig, device = open_rig(clock=clock, eviction=eviction, dram_slots=16)
+    begin = tokens_of(1, 28)
+    theirs, its = begin + tokens_of(2, 4), begin + tokens_of(3, num_own)
+    for number in (4, 5):  # two conversations share it
+        prompt = theirs + tokens_of(number, 16)
+        save(rig, prompt, visited(rig, prompt, Terms()))
+    lookup, visit = waiting(rig, begin + tokens_of(6, 8), Terms(ttl_s=LONG_S))
+    rig.store.drop([rig.chunk(names_of(sequence_of(theirs))[1])])
+    run_of, end = visited(rig, its, Terms(ttl_s=LONG_S)), name_of(sequence_of(its), 1)
+    chunk = rig.store.begin_save(end, run_of(1))
+    assert chunk is not None
+    rig.store.finish_saves([chunk])
+    device.settle()
+    pieces = rig.store.find(lookup, 0, 35, request_id="waiting", visit=visit)
+    assert pieces[-1].chunk is chunk
+    rig.store.leave_queue(["waiting"])
+    clock.now += LONG_S + 1.0
+    assert rig.store.find(lookup_of(its), 0, len(its))[-1].stop == 16
+
+
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+def test_a_prefetch_is_no_other_conversation(open_rig: Rigs, eviction: str) -> None:
+    """It renews what a request of the conversation waits for."""
+    rig, _ = open_rig(eviction=eviction)
+    prompt = tokens_of(1, 32)
+    save(rig, prompt, visited(rig, prompt, Terms()))
+    lookup, visit = waiting(rig, prompt + tokens_of(2, 8), SHORT)
+    for _ in range(2):
+        rig.store.find(lookup_of(prompt), 0, 32)
+        pieces = rig.store.find(lookup, 0, 39, request_id="waiting", visit=visit)
+        runs = {rig.store.residency.run_of(piece.chunk) for piece in pieces}
+        assert {(run.priority, run.is_shared) for run in runs} == {(Priority.ENDED, False)}
+
+
+def waiting(rig: Rig, tokens: list[int], terms: Terms) -> tuple[Lookup, Visit]:
+    with rig.store.queue() as queue:
+        queue.append("waiting")
+    lookup = Lookup(sequence_of(tokens))
+    return lookup, rig.store.arrive("waiting", lookup, len(tokens), 1, terms)[1]
+
+
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+@pytest.mark.parametrize("terms", [Terms(), Terms(Priority.ENDED, ttl_s=20.0)], ids=str)
+def test_the_next_turn_shares_no_rest_unless_it_asks_for_less(
+    open_rig: Rigs, eviction: str, terms: Terms
+) -> None:
+    """A prompt is longer than DRAM has room for, so its rest is saved after its end. Its next turn
+    has come then, and computes that as well. Nothing stored tells it from another conversation
+    behind the same whole chunks: so where it asks for less, they are kept as the first one said."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock, eviction=eviction, dram_slots=16)
+    prompt = tokens_of(1, 48)
+    names = names_of(sequence_of(prompt))
+    _, first = rig.store.arrive("first", Lookup(sequence_of(prompt)), len(prompt))
+    longer = prompt + tokens_of(2, 16)
+    last: Callable[[int], Run] | None = None
+    for number, name in enumerate(names):
+        chunk = rig.store.begin_save(name, first.run(number), yields=last is not None)
+        assert chunk is not None
+        rig.store.finish_saves([chunk])
+        if last is None:
+            rig.store.answered(first, 0)
+            last = visited(rig, longer, terms)
+    assert last is not None
+    save(rig, longer, last)
+    runs = [rig.store.residency.run_of(rig.chunk(name)) for name in names_of(sequence_of(longer))]
+    asks_for_less = terms != Terms()
+    assert [run.is_shared for run in runs] == [*3 * [asks_for_less], False]
+    assert [run.priority for run in runs] == [*3 * [Priority.NORMAL], terms.priority]
+    clock.now += 21.0
+    found = rig.store.find(lookup_of(longer), 0, 64)
+    assert found[-1].stop == (48 if asks_for_less else 64)
 
 
 def test_a_request_that_is_not_looked_up_ends_no_system_prompt(

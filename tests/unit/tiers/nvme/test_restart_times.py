@@ -222,6 +222,27 @@ def test_a_wall_clock_that_is_put_right_after_the_start_makes_all_older(
     assert found(again, 3) == 40, "what came after it is no older"
 
 
+def test_what_is_written_as_the_wall_clock_is_put_right_is_as_old_as_before(
+    open_rig: Rigs, wall: Wall
+) -> None:
+    """A VM was paused. The store's clock looks at the other one some times a second: a record may
+    be made before it does so."""
+    boot = Clock()
+    clock = StoreClock(boot, wall)
+    rig = memory_rig(clock=clock, wall=wall, ttl_s=3600.0, threaded=False)
+    device = rig.device
+    assert isinstance(device, MemoryDevice)
+    ask(rig, 1)
+    wall.now += 3000.0
+    while not rig.store.is_idle():
+        rig.store.tick()
+    boot.now, wall.now = boot.now + 601.0, wall.now + 601.0
+    assert rig.store.find(lookup_of(conversation(1)), 0, 40) == []
+    rig.pool.close()
+    again, _ = open_rig(image=bytes(device.image), wall=wall, ttl_s=3600.0)
+    assert (found(again, 1), counts(again)["expired"]) == (0, 3)
+
+
 def test_a_time_that_has_not_come_counts_as_expired_and_is_said_once(
     open_rig: Rigs, wall: Wall, caplog: pytest.LogCaptureFixture
 ) -> None:
