@@ -28,7 +28,7 @@ the answers is checked first: without a connector they must drift by more than r
 Fair. Settings are the defaults of each, but for sizes and paths. For this store two settings are
 not: `compute_if_sooner: false`, without which it would compute such short prompts, and a longer
 deadline for a slow machine. Its `audit` is off, as by default: what is seen is what keys and
-checksums do. Damages are the same for all: of bytes of whole chunks in its files (others_parts/damage.py).
+checksums do. Damages are the same for all: of whole chunks in its files (others_parts/damage.py).
 LMCache's daemon is started anew with each engine, over the files that the one before left.
 
 Each cell is written as it comes; a run of some keeps what the file says of others. The file names
@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -96,7 +97,8 @@ def _keep(result: Result, name: str, fault: str, cell: Cell) -> None:
     system.update(words=SYSTEMS[name].words, version=SYSTEMS[name].version)
     here = machine()
     kept = asdict(cell) | {
-        "drift": round(cell.drift, 3), "limit": round(cell.limit, 3),
+        "drift": round(cell.drift, 3) if math.isfinite(cell.drift) else "not a number",
+        "limit": round(cell.limit, 3),
         "date": datetime.now(UTC).date().isoformat(), "commit": here["commit"],
         "command": f"python -m benchmarks.audit_others --system {name} --fault {fault}",
     }  # fmt: skip
@@ -110,7 +112,7 @@ def write(path: Path, result: Result) -> None:
     """All at once: what is stopped meanwhile leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(result, indent=1, allow_nan=True) + "\n")
+    part.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     part.replace(path)
 
 

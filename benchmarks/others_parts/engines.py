@@ -24,7 +24,7 @@ STILL_S: Final = 2.0
 DEADLINE_S: Final = 60.0
 SOUND_S, SAMPLES_A_S, TEXT_TOKENS = 8, 16_000, 80
 
-GAINS: Final = {"q_proj": 6.0, "k_proj": 6.0, "v_proj": 3.0, "o_proj": 3.0, "lm_head": 6.0}
+GAINS: Final = {"q_proj": 6.0, "k_proj": 6.0, "v_proj": 3.0, "o_proj": 3.0, "lm_head": 20.0}
 """Of weights with these names."""
 
 Prompts = Sequence[Sequence[int]]
@@ -118,9 +118,7 @@ def listen(engine: Engine, pitches: Sequence[float], name: str) -> list[Answer]:
     return found
 
 
-def hear(
-    engine: Engine, pitches: Sequence[float], name: str
-) -> tuple[list[Answer], list[float]]:
+def hear(engine: Engine, pitches: Sequence[float], name: str) -> tuple[list[Answer], list[float]]:
     """compute() of sounds."""
     answers = listen(engine, pitches, name)
     with _split(engine):

@@ -341,9 +341,11 @@ def try_fault(lab: Lab, system: System, fault: Fault) -> Cell:
     if fault.needs_files and not system.keeps:
         return Cell(Outcome.NOT_REACHED, why="it keeps nothing after its process")
     try:
-        if fault.story is not same_process and system.name not in lab.serving:
-            same_process(lab, system)  # what serves nothing at all would pass every fault
-        lab.serving.add(system.name)
+        if system.name not in lab.serving:  # what serves nothing at all would pass every fault
+            first = same_process(lab, system)
+            lab.serving.add(system.name)
+            if fault.story is same_process:
+                return first
         return fault.story(lab, system)
     except DoesNotRunError as error:
         return Cell(Outcome.ABSENT, why=str(error))

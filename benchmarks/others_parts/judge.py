@@ -28,7 +28,7 @@ class Outcome(StrEnum):
 
 
 class NoPowerError(AttnStoreError):
-    """A fault changes no answer: a connector that serves old KV would pass for one that is right."""
+    """A fault changes no answer: a connector that serves old KV would pass for a right one."""
 
 
 @dataclass(frozen=True, slots=True)

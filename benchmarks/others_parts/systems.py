@@ -190,4 +190,3 @@ SYSTEMS: Final = {
         System("simple-cpu", "vLLM's SimpleCPUOffloadConnector", _simple, keeps=False),
     )
 }  # fmt: skip
-

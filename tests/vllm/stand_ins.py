@@ -51,6 +51,6 @@ def let_vllm_pass_numba() -> None:
     llvmlite's library, which is none. numba imports it, and LMCache numba. In this process it has
     one from now on, an empty one."""
     if find_spec("llvmlite") is not None:
-        from llvmlite.binding import ffi  # noqa: PLC0415
+        from llvmlite.binding import ffi  # type: ignore[import-untyped]
 
         ffi.lib._fntab["__dict__"] = {}
