@@ -33,7 +33,7 @@ LMCache's daemon is started anew with each engine, over the files that the one b
 
 Each cell is written as it comes; a run of some keeps what the file says of others. The file names
 date, commit and version of each cell. Where LMCache is not installed, or a connector needs a GPU,
-its cells say why. The whole of it takes half an hour.
+its cells say why. The whole of it takes ten minutes.
 """
 
 from __future__ import annotations
