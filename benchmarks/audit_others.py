@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same faults for every KV connector that runs here: who serves what?
 
-    python -m benchmarks.audit_others [--quick] [--json] [--docs]
-    python -m benchmarks.audit_others --system example --fault weights    # one cell
+    python -m benchmarks.audit_others                            # all, with progress
+    python -m benchmarks.audit_others --only example weights     # one cell
+    python -m benchmarks.audit_others --docs                     # the page's table; runs nothing
 
 Each cell is a story of real engines, one after the other, each in a process of its own: prompts are
 answered and stored, the fault is made, the same prompts are asked again. The answers are compared
@@ -27,13 +28,14 @@ the answers is checked first: without a connector they must drift by more than r
 
 Fair. Settings are the defaults of each, but for sizes and paths. For this store two settings are
 not: `compute_if_sooner: false`, without which it would compute such short prompts, and a longer
-deadline for a slow machine. Its `audit` is off, as by default: what is seen is what keys and
-checksums do. Damages are the same for all: of whole chunks in its files (others_parts/damage.py).
-LMCache's daemon is started anew with each engine, over the files that the one before left.
+deadline for a slow machine. Its `audit` is off, as by default: keys and checksums are seen. No
+fault breaks a rule that vLLM gives to clients (a `uuid` of media must be unique). Damages are the
+same for all: of whole chunks in its files (others_parts/damage.py). LMCache's daemon is started
+anew with each engine, over the files that the one before left.
 
 Each cell is written as it comes; a run of some keeps what the file says of others. The file names
 date, commit and version of each cell. Where LMCache is not installed, or a connector needs a GPU,
-its cells say why. The whole of it takes ten minutes.
+its cells say why. The whole of it takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -55,13 +57,12 @@ from typing import Any, Final
 from attnstore_lab.bench.environment import machine
 from benchmarks.compare.lmcache import QUIET
 from benchmarks.others_parts.faults import FAULTS, Fault, Lab, try_fault
-from benchmarks.others_parts.judge import Cell, Outcome, absent, table, words
+from benchmarks.others_parts.judge import Cell, absent, table, words
 from benchmarks.others_parts.systems import SYSTEMS, System
-from benchmarks.quick import RESULTS, destination
+from benchmarks.quick import RESULTS
 
 ROOT: Final = Path(__file__).parent.parent
 PAGE: Final = ROOT / "docs" / "compared.md"
-QUICK: Final = (("attnstore", "example"), ("restart", "bit"))
 BEGIN, END = "<!-- benchmarks.audit_others -->", "<!-- end -->"
 
 Result = dict[str, Any]
@@ -76,7 +77,7 @@ def sweep(systems: Sequence[str], faults: Sequence[str], path: Path) -> Result:
         for name in systems:
             found: Cell | None = None
             for fault in faults:
-                if found is None or found.outcome is not Outcome.ABSENT:
+                if found is None or name in lab.serving:
                     found = _told(lab, SYSTEMS[name], FAULTS[fault])
                 _keep(result, name, fault, found)  # what does not run, does not for any fault
                 write(path, result)
@@ -100,7 +101,7 @@ def _keep(result: Result, name: str, fault: str, cell: Cell) -> None:
         "drift": round(cell.drift, 3) if math.isfinite(cell.drift) else "not a number",
         "limit": round(cell.limit, 3),
         "date": datetime.now(UTC).date().isoformat(), "commit": here["commit"],
-        "command": f"python -m benchmarks.audit_others --system {name} --fault {fault}",
+        "command": f"python -m benchmarks.audit_others --only {name} {fault}",
     }  # fmt: skip
     cells = system["cells"] | {fault: kept}
     system["cells"] = {known: cells[known] for known in FAULTS if known in cells}
@@ -117,10 +118,17 @@ def write(path: Path, result: Result) -> None:
 
 
 def rendered(result: Result) -> str:
-    """For the page: the table, and who is not in it."""
+    """For the page: when and where, the table, and which systems are not in it."""
+    systems = result["systems"]
+    dates = sorted({c["date"] for s in systems.values() for c in s["cells"].values()})
+    versions = sorted({s["version"] for s in systems.values() if s["version"]})
+    here = result["machine"]
+    when = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
+    where = f"{here['cores']} cores of {here['cpu']}, Python {here['python']}"
     told = {name: fault.words for name, fault in FAULTS.items()}
     missing = [f"- `{name}` did not run: {why}" for name, why in absent(result).items()]
-    return "\n".join([table(result, told), "", *missing])
+    head = f"*{when}, {where}; {', '.join(versions)}.*"
+    return "\n".join([head, "", table(result, told), "", *missing])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,25 +137,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--system", nargs="+", choices=list(SYSTEMS), default=[], metavar="NAME",
-                        help=f"only these of {', '.join(SYSTEMS)}")  # fmt: skip
-    parser.add_argument("--fault", nargs="+", choices=list(FAULTS), default=[], metavar="NAME",
-                        help=f"only these of {', '.join(FAULTS)}")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help=" and ".join(map(", ".join, QUICK)))
-    parser.add_argument("--out", type=Path, help="(results/audit_others.json; of --quick, .cache)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--only", nargs="+", metavar=("SYSTEM", "FAULT"),
+                        help=f"{', '.join(SYSTEMS)}; {', '.join(FAULTS)} (all)")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=RESULTS / "audit_others.json")
     parser.add_argument("--docs", action="store_true", help="write the page's table, run nothing")
     args = parser.parse_args(argv)
-    published = RESULTS / "audit_others.json"
-    path = destination(published, args.out, is_quick=args.quick and not args.docs)
     if args.docs:
-        result = json.loads(path.read_text())
+        result = json.loads(args.out.read_text())
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
         return 0
-    systems, faults = QUICK if args.quick else (tuple(SYSTEMS), tuple(FAULTS))
+    system, *faults = args.only or [None]
+    if system not in {None, *SYSTEMS} or not set(faults) <= set(FAULTS):
+        parser.error(f"--only {' '.join(args.only)}: there is no such cell")
     os.environ.update(QUIET)
-    result = sweep(args.system or systems, args.fault or faults, path)
-    print(json.dumps(result) if args.json else rendered(result))
+    print(rendered(sweep([system] if system else list(SYSTEMS), faults or list(FAULTS), args.out)))
     return 0
 
 

@@ -98,9 +98,8 @@ def _checkpoint_name(name: str) -> str:
     raise AssertionError(name)
 
 
-def listen(engine: Engine, pitches: Sequence[float], name: str) -> list[Answer]:
-    """Answers about sounds, all under one `uuid`, each computed or from the connector: what vLLM
-    itself keeps under that name is dropped before each."""
+def listen(engine: Engine, pitches: Sequence[float]) -> list[Answer]:
+    """Answers about sounds, each computed or from the connector: vLLM keeps none of them."""
     found = []
     tokens = list(engine.llm.get_tokenizer().convert_tokens_to_ids([AUDIO[1], AUDIO[0], AUDIO[2]]))
     for pitch in pitches:
@@ -108,21 +107,18 @@ def listen(engine: Engine, pitches: Sequence[float], name: str) -> list[Answer]:
         prompt: dict[str, Any] = {
             "prompt_token_ids": tokens + random_tokens("question", TEXT_TOKENS),
             "multi_modal_data": {"audio": [(sound, SAMPLES_A_S)]},
-            "multi_modal_uuids": {"audio": [name]},
         }
         engine.forget_hbm()
-        engine.core.reset_mm_cache()
-        engine.llm.llm_engine.reset_mm_cache()
         engine.core.reset_encoder_cache()
         found.append(engine.ask(prompt, max_tokens=ANSWER_TOKENS))
     return found
 
 
-def hear(engine: Engine, pitches: Sequence[float], name: str) -> tuple[list[Answer], list[float]]:
+def hear(engine: Engine, pitches: Sequence[float]) -> tuple[list[Answer], list[float]]:
     """compute() of sounds."""
-    answers = listen(engine, pitches, name)
+    answers = listen(engine, pitches)
     with _split(engine):
-        split = listen(engine, pitches, name)
+        split = listen(engine, pitches)
     return answers, list(map(drift, split, answers))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from os import utime
 from pathlib import Path
@@ -42,8 +42,15 @@ LONGEST: Final = 200
 """Characters of an error's line."""
 
 Vllm = Mapping[str, Any]
+Ask = tuple[Any, ...]
+"""A function of the engine that answers, and its arguments."""
+PLAIN: Final[Ask] = (engines.ask, PROMPTS)
 Reference = tuple[list[Answer], float]
 """Answers, and what is rounding among them, in nats."""
+
+
+BY_COUNTER: Final = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+"""With these, vLLM names sounds `renderer0-mm-N-audio-0`; each process counts from the start."""
 
 
 class DoesNotRunError(AttnStoreError):
@@ -118,18 +125,15 @@ class Lab:
         shutil.rmtree(directory, ignore_errors=True)
         return directory
 
-    def prime(self, system: System, name: str, vllm: Vllm, lora: Lora = None) -> Path:
-        """A directory as an engine leaves it that has answered the prompts; the same for each fault
-        of a run."""
+    def prime(self, system: System, name: str, vllm: Vllm, ask: Ask) -> Path:
+        """A directory as an engine leaves it that was asked so; the same for each fault of a
+        run."""
         directory = self.empty(system)
         copy = self.work / "primed" / f"{system.name}-{name}"
         if copy.name not in self.primed:
-            try:
-                with self.engine(system, vllm, directory) as host:
-                    host.call(engines.ask, PROMPTS, lora)
-                    host.call(engines.settle, directory)
-            except (HostError, ServerError) as error:
-                raise DoesNotRunError(cause(error)) from error
+            with _failing_as(DoesNotRunError), self.engine(system, vllm, directory) as host:
+                host.call(*ask)
+                host.call(engines.settle, directory)
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(directory, copy)
             self.primed.add(copy.name)
@@ -137,18 +141,17 @@ class Lab:
         shutil.copytree(copy, directory)
         return directory
 
-    def ask(self, system: System, vllm: Vllm, lora: Lora = None) -> list[Answer]:
+    def ask(self, system: System, vllm: Vllm, ask: Ask = PLAIN) -> list[Answer]:
         """Of an engine that starts on what is in the system's directory.
 
         Raises: RefusedError, EndedError.
         """
-        started = False
-        try:
-            with self.engine(system, vllm, self.store(system)) as host:
-                started = True
-                return host.call(engines.ask, PROMPTS, lora)
-        except (HostError, ServerError) as error:
-            raise (EndedError if started else RefusedError)(cause(error)) from error
+        with ExitStack() as undo:
+            with _failing_as(RefusedError):
+                host = undo.enter_context(self.engine(system, vllm, self.store(system)))
+            with _failing_as(EndedError):
+                answers: list[Answer] = host.call(*ask)
+                return answers
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
@@ -164,6 +167,14 @@ class Lab:
         finally:
             file.write_bytes(plain)
             utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@contextmanager
+def _failing_as(kind: type[AttnStoreError]) -> Iterator[None]:
+    try:
+        yield
+    except (HostError, ServerError) as error:
+        raise kind(cause(error)) from error
 
 
 def cause(error: Exception) -> str:
@@ -189,13 +200,10 @@ def _judge(answers: Sequence[Answer], reference: Reference, of: int) -> Cell:
 
 def same_process(lab: Lab, system: System) -> Cell:
     base = lab.reference("base", {})
-    try:
-        with lab.engine(system, {}, lab.empty(system)) as host:
-            first = host.call(engines.ask, PROMPTS)
-            host.call(engines.settle, lab.store(system))
-            again = host.call(engines.ask, PROMPTS)
-    except (HostError, ServerError) as error:
-        raise DoesNotRunError(cause(error)) from error
+    with _failing_as(DoesNotRunError), lab.engine(system, {}, lab.empty(system)) as host:
+        first = host.call(engines.ask, PROMPTS)
+        host.call(engines.settle, lab.store(system))
+        again = host.call(engines.ask, PROMPTS)
     computed = _judge(first, base, 0)
     found = computed if computed.outcome is Outcome.WRONG else _judge(again, base, _of())
     if found.outcome is Outcome.COMPUTED:
@@ -208,7 +216,7 @@ def _of() -> int:
 
 
 def restart(lab: Lab, system: System) -> Cell:
-    lab.prime(system, "plain", {})
+    lab.prime(system, "plain", {}, PLAIN)
     return _judge(lab.ask(system, {}), lab.reference("base", {}), _of())
 
 
@@ -217,7 +225,7 @@ def _other_engine(name: str, vllm: Vllm, *, other_answers: bool) -> Story:
         reference = lab.reference(name, vllm)
         if other_answers:
             check_power(lab.reference("base", {})[0], *reference)
-        lab.prime(system, "plain", {})
+        lab.prime(system, "plain", {}, PLAIN)
         return _judge(lab.ask(system, vllm), reference, _of())
 
     return story
@@ -225,7 +233,7 @@ def _other_engine(name: str, vllm: Vllm, *, other_answers: bool) -> Story:
 
 def weights(lab: Lab, system: System) -> Cell:
     base = lab.reference("base", {})
-    lab.prime(system, "plain", {})
+    lab.prime(system, "plain", {}, PLAIN)
     with lab.other_weights():
         reference = lab.reference("weights", {})
         check_power(base[0], *reference)
@@ -244,23 +252,21 @@ def _adapters(lab: Lab, number: int) -> tuple[Reference, tuple[int, str]]:
 def lora(lab: Lab, system: System) -> Cell:
     reference, old = _adapters(lab, 1)
     new = (2, old[1])  # what a server numbers an adapter that is loaded again
-    try:
-        with lab.engine(system, LORA, lab.empty(system)) as host:
-            host.call(engines.ask, PROMPTS, old)
-            host.call(engines.settle, lab.store(system))
-            make_adapter(lab.lora, TINY, seed=62)
-            host.call(engines.add_lora, new)
-            answers = host.call(engines.ask, PROMPTS, new)
-    except (HostError, ServerError) as error:
-        raise DoesNotRunError(cause(error)) from error
+    with _failing_as(DoesNotRunError), lab.engine(system, LORA, lab.empty(system)) as host:
+        host.call(engines.ask, PROMPTS, old)
+        host.call(engines.settle, lab.store(system))
+        make_adapter(lab.lora, TINY, seed=62)
+        host.call(engines.add_lora, new)
+        answers = host.call(engines.ask, PROMPTS, new)
     return _judge(answers, reference, _of())
 
 
 def lora_restart(lab: Lab, system: System) -> Cell:
     reference, old = _adapters(lab, 1)
-    lab.prime(system, "lora", LORA, old)
+    ask = (engines.ask, PROMPTS, old)
+    lab.prime(system, "lora", LORA, ask)
     make_adapter(lab.lora, TINY, seed=62)
-    return _judge(lab.ask(system, LORA, old), reference, _of())
+    return _judge(lab.ask(system, LORA, ask), reference, _of())
 
 
 def media(lab: Lab, system: System) -> Cell:
@@ -268,26 +274,21 @@ def media(lab: Lab, system: System) -> Cell:
     model = lab.work / "hears"
     if not model.exists():
         engines.make_listener(model)
-    vllm = {"model": str(model), "max_model_len": LONG}
+    vllm = {"model": str(model), "max_model_len": LONG, **BY_COUNTER}
     if "media" not in lab.references:
         with lab.engine(None, vllm, lab.work) as host:
-            answers, drifts = host.call(engines.hear, [CAT, DOG], "camera")
+            answers, drifts = host.call(engines.hear, [CAT, DOG])
         lab.references["media"] = answers, bound(drifts)
     (cat, dog), limit = lab.references["media"]
     check_power([cat], [dog], limit)
-    try:
-        with lab.engine(system, vllm, lab.empty(system)) as host:
-            host.call(engines.listen, [CAT], "camera")
-            host.call(engines.settle, lab.store(system))
-            answers = host.call(engines.listen, [DOG], "camera")
-    except (HostError, ServerError) as error:
-        raise DoesNotRunError(cause(error)) from error
+    lab.prime(system, "media", vllm, (engines.listen, [CAT]))
+    answers = lab.ask(system, vllm, (engines.listen, [DOG]))
     return _judge(answers, ([dog], limit), SOUND_TOKENS)
 
 
 def _damaged(how: Callable[[Sequence[Piece]], None]) -> Story:
     def story(lab: Lab, system: System) -> Cell:
-        directory = lab.prime(system, "plain", {})
+        directory = lab.prime(system, "plain", {}, PLAIN)
         assert system.pieces is not None
         how(system.pieces(directory))
         return _judge(lab.ask(system, {}), lab.reference("base", {}), _of())
@@ -326,7 +327,7 @@ FAULTS: Final = {
         Fault("weights", "other weights, file of the same size and time", weights),
         Fault("lora", "LoRA adapter replaced, same name and path", lora, needs_files=False),
         Fault("lora-restart", "the same, over a restart", lora_restart),
-        Fault("media", "two sounds under one `uuid` of a client", media, needs_files=False),
+        Fault("media", "another sound that vLLM's counter names alike, over a restart", media),
         Fault("bit", "one stored bit flipped", _damaged(damage.flip_bit)),
         Fault("swap", "two stored blocks swapped", _damaged(damage.swap)),
         Fault("short", "a stored file cut short", _damaged(damage.cut)),

@@ -130,10 +130,6 @@ def _lmcache_daemon(_: Path, port: int) -> Transfer:
     return _connector("LMCacheMPConnector", {"lmcache.mp.port": port})
 
 
-def _lmcache_inside(_: Path, __: int) -> Transfer:
-    return _connector("LMCacheConnectorV1", {})
-
-
 def _records(directory: Path) -> list[Piece]:
     """Of this store: records of whole chunks."""
     path = directory / SLAB_NAME
@@ -182,8 +178,6 @@ SYSTEMS: Final = {
                pieces=_safetensors),
         System("lmcache", "LMCache's daemon with files", _lmcache_daemon, "lmcache",
                pieces=_files, daemon=True),
-        System("lmcache-inside", "LMCache in the engine's process, DRAM", _lmcache_inside,
-               "lmcache", keeps=False),
         System("offloading", "vLLM's OffloadingConnector, DRAM", _offloading, keeps=False),
         System("offloading-files", "vLLM's OffloadingConnector with its file-system tier",
                _offloading_files, pieces=_files),

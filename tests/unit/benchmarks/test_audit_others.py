@@ -112,6 +112,33 @@ def test_the_page_has_the_table_of_the_file() -> None:
     assert with_table(page, found) == page, "python -m benchmarks.audit_others --docs"
 
 
+def test_one_cell_that_does_not_run_is_one_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a system that serves nothing at all is given up."""
+    pytest.importorskip("vllm", reason="the faults are stories of vLLM's engines")
+    from benchmarks import audit_others
+    from benchmarks.others_parts.faults import FAULTS
+
+    tried = []
+
+    def fails(lab: Any, system: Any, fault: Any) -> Cell:
+        tried.append((system.name, fault.name))
+        if system.name == "example":
+            lab.serving.add(system.name)
+        return Cell(Outcome.ABSENT, why="no such model")
+
+    monkeypatch.setattr(audit_others, "try_fault", fails)
+    file = tmp_path / "found.json"
+    assert audit_others.main(["--only", "multi", "--out", str(file)]) == 0
+    assert audit_others.main(["--only", "example", "bit", "swap", "--out", str(file)]) == 0
+    assert tried == [("multi", "same-process"), ("example", "bit"), ("example", "swap")]
+    cells = {n: list(s["cells"]) for n, s in json.loads(file.read_text())["systems"].items()}
+    assert cells == {"example": ["bit", "swap"], "multi": list(FAULTS)}
+    with pytest.raises(SystemExit):
+        audit_others.main(["--only", "example", "bits", "--out", str(file)])
+
+
 # ---- damages ---------------------------------------------------------------------------------
 
 
