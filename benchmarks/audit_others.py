@@ -24,7 +24,8 @@ each of 8 greedy tokens, up to the first token that differs (benchmarks/rounding
 rounding is learned without a connector: the same prompts with their prefix in HBM and in another
 split of the prefill drift by so much; twice that is allowed, and at least 0.25 nats. Wrong KV moves
 these models by several nats, since their answers hang on single tokens. A fault that should change
-the answers is checked first: without a connector they must drift by more than rounding.
+the answers is checked first: without a connector they must drift by more than rounding. And what is
+wrong behind other settings must be right over what it stored with those settings itself.
 
 Fair. Settings are the defaults of each, but for sizes and paths. For this store two settings are
 not: `compute_if_sooner: false`, without which it would compute such short prompts, and a longer
@@ -35,7 +36,7 @@ anew with each engine, over the files that the one before left.
 
 Each cell is written as it comes; a run of some keeps what the file says of others. The file names
 date, commit and version of each cell. Where LMCache is not installed, or a connector needs a GPU,
-its cells say why. The whole of it takes a quarter of an hour.
+its cells say why. The whole of it takes ten minutes.
 """
 
 from __future__ import annotations
