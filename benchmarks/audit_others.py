@@ -36,7 +36,7 @@ anew with each engine, over the files that the one before left.
 
 Each cell is written as it comes; a run of some keeps what the file says of others. The file names
 date, commit and version of each cell. Where LMCache is not installed, or a connector needs a GPU,
-its cells say why. The whole of it takes ten minutes.
+its cells say why. The whole of it takes 16 minutes on two busy cores.
 """
 
 from __future__ import annotations

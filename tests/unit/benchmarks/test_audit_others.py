@@ -8,7 +8,6 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 
@@ -141,18 +140,29 @@ def test_one_cell_that_does_not_run_is_one_cell(
 
 
 @pytest.mark.parametrize(("answer", "cached"), [(RIGHT, 512), (RIGHT, 0), (said(90, 6, 7), 512)])
-def test_what_is_wrong_without_the_fault_shows_no_fault(answer: Said, cached: int) -> None:
+def test_what_is_wrong_without_the_fault_shows_no_fault(
+    tmp_path: Path, answer: Said, cached: int
+) -> None:
     pytest.importorskip("vllm", reason="the faults are stories of vLLM's engines")
     from benchmarks.others_parts.faults import PLAIN, DoesNotRunError, Lab, if_right_without
     from tests.vllm.engine import Answer
 
-    lab = create_autospec(Lab, instance=True)
-    lab.ask.return_value = [Answer(answer.tokens, answer.logprobs, cached)]
+    class Control(Lab):
+        def __post_init__(self) -> None:
+            """No model: nothing is started."""
+
+        def prime(self, system: Any, name: str, vllm: Any, ask: Any) -> Path:
+            return self.work
+
+        def ask(self, system: Any, vllm: Any, ask: Any = PLAIN) -> list[Answer]:
+            return [Answer(answer.tokens, answer.logprobs, cached)]
+
     reference = [Answer(RIGHT.tokens, RIGHT.logprobs, 0)], LIMIT
     wrong = Cell(Outcome.WRONG, 512, 512)
 
     def run(cell: Cell) -> Cell:
-        return if_right_without(lab, SYSTEMS["example"], cell, ("fp8", {}, PLAIN), reference)
+        setting: Any = ("fp8", {}, PLAIN)
+        return if_right_without(Control(tmp_path), SYSTEMS["example"], cell, setting, reference)
 
     if answer is RIGHT and cached:
         assert run(wrong) is wrong
