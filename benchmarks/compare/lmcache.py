@@ -20,10 +20,10 @@ GB: Final = 1e9
 QUIET: Final = {"LMCACHE_TRACK_USAGE": "false"}
 
 
-def command(sizes: Sizes, directory: Path, port: int, http_port: int) -> list[str]:
-    """DRAM and chunks of the store's sizes; its files have no bound. Nothing is sent anywhere."""
+def command(dram_bytes: int, directory: Path, port: int, http_port: int) -> list[str]:
+    """Chunks of the store's size; its files have no bound. Nothing is sent anywhere."""
     files = {"type": "fs", "base_path": str(directory / "kv")}
-    size_gb = str(sizes.dram_bytes / GB)
+    size_gb = str(dram_bytes / GB)
     return [
         sys.executable, "-m", "lmcache.cli.main", "server",
         "--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port),
@@ -34,21 +34,25 @@ def command(sizes: Sizes, directory: Path, port: int, http_port: int) -> list[st
 
 
 @contextmanager
-def _daemon(sizes: Sizes, directory: Path, port: int, log: Path) -> Iterator[None]:
-    (directory / "kv").mkdir()
-    daemon: Process | None = None
+def daemon(dram_bytes: int, directory: Path, port: int, log: Path) -> Iterator[None]:
+    """A daemon over the files of a directory, which may have some from an earlier one.
+
+    Raises: ServerError if it does not start.
+    """
+    (directory / "kv").mkdir(exist_ok=True)
+    process: Process | None = None
     try:
         with unbroken():
-            daemon = Process(command(sizes, directory, port, free_port()), log, QUIET)
+            process = Process(command(dram_bytes, directory, port, free_port()), log, QUIET)
         deadline = time.monotonic() + DEADLINE_S
         while not _listens(port):
-            if daemon.exit_code is not None or time.monotonic() > deadline:
-                raise ServerError(f"LMCache's daemon did not start\n{daemon.log_tail()}")
+            if process.exit_code is not None or time.monotonic() > deadline:
+                raise ServerError(f"LMCache's daemon did not start\n{process.log_tail()}")
             time.sleep(0.2)
         yield
     finally:
-        if daemon is not None:
-            daemon.stop()
+        if process is not None:
+            process.stop()
 
 
 @contextmanager
@@ -57,7 +61,7 @@ def with_daemon(
 ) -> Iterator[VllmServer]:
     """The server, with a daemon that starts before it and ends after it."""
     log = server.log.with_name("lmcache-daemon.log")
-    with _daemon(sizes, directory, port, log), server:
+    with daemon(sizes.dram_bytes, directory, port, log), server:
         yield server
 
 

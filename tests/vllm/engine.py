@@ -22,7 +22,7 @@ from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from benchmarks.rounding import CANDIDATES, LogProbs
 from tests.vllm.queues import check_queue
-from tests.vllm.stand_ins import stand_in_for_torchvision
+from tests.vllm.stand_ins import let_vllm_pass_numba, stand_in_for_torchvision
 
 DEADLINE_S = 240.0
 BLOCK = 128
@@ -59,6 +59,8 @@ class EngineSpec:
     """A whole KVTransferConfig in place of the one that `store` means."""
     needs_images: bool = False
     """vLLM imports for this model what only pictures need."""
+    needs_numba: bool = False
+    """The connector imports it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """More settings of the store."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
@@ -100,6 +102,8 @@ class Engine:
             larger_dummies()
         if spec.needs_images:
             stand_in_for_torchvision(spec.models / "stand_ins")
+        if spec.needs_numba:
+            let_vllm_pass_numba()
         self.llm = LLM(**arguments)
         if spec.pipeline_parallel > 1:
             self.llm.collective_rpc(make_room_for_hidden_states)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that vLLM imports with some models, and that a model of text alone never calls."""
+"""Packages that vLLM imports with some models, and that a model of text alone never calls; and one
+that its CPU build stumbles over."""
 
 from __future__ import annotations
 
@@ -43,3 +44,13 @@ def stand_in_for_torchvision(directory: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [os.environ.get("PYTHONPATH"), str(directory)])
     )
+
+
+def let_vllm_pass_numba() -> None:
+    """vLLM's CPU build asks every object of every module for its `__dict__`, and ends over that of
+    llvmlite's library, which is none. numba imports it, and LMCache numba. In this process it has
+    one from now on, an empty one."""
+    if find_spec("llvmlite") is not None:
+        from llvmlite.binding import ffi  # type: ignore[import-untyped]
+
+        ffi.lib._fntab["__dict__"] = {}

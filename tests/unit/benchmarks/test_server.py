@@ -112,7 +112,7 @@ def a_server(tmp_path: Path) -> AbstractContextManager[Any]:
 
 
 def a_daemon(tmp_path: Path) -> AbstractContextManager[Any]:
-    return lmcache._daemon(None, tmp_path, 1, tmp_path / "log")  # type: ignore[arg-type]
+    return lmcache.daemon(1, tmp_path, 1, tmp_path / "log")
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_a_daemon_that_does_not_start_is_told_and_no_server_is_started(tmp_path:
         nvme_bytes=1 << 30,
         written_bytes=1,
     )
-    given = lmcache.command(sizes, tmp_path, 5, 6)
+    given = lmcache.command(sizes.dram_bytes, tmp_path, 5, 6)
     assert given[given.index("--l1-size-gb") + 1] == str((3 << 20) / 1e9)
     assert str(tmp_path) in given[given.index("--l2-adapter") + 1]
     asked = VllmServer("no-model", [], tmp_path / "server.log")
