@@ -273,3 +273,114 @@ def test_a_prompt_that_was_not_looked_up_is_taken_by_none(open_rig: Rigs, length
     save(rig, mine, visited(rig, mine, SHORT))
     clock.now += 10.0
     assert rig.store.find(lookup_of(theirs), 0, len(prompt))[-1].stop == len(prompt)
+
+
+@pytest.mark.parametrize("terms", [SHORT, Terms(ttl_s=1.0), Terms(Priority.LOW)])
+def test_who_computed_it_at_the_same_time_goes_on_alone(open_rig: Rigs, terms: Terms) -> None:
+    """Two compute one prompt at once, on the same terms. Then the later one's next turn asks for
+    less: it is of both."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock, dram_slots=16)
+    prompt, more = tokens_of(1, 33), tokens_of(2, 8)
+    first, second = (visited(rig, prompt, Terms()) for _ in range(2))
+    save(rig, prompt, first)
+    save(rig, prompt + more, second)
+    save(rig, prompt + more + more, visited(rig, prompt + more + more, terms))
+    clock.now += 10.0
+    assert rig.store.find(lookup_of(prompt), 0, 33)[-1].stop == 32
+    run = rig.store.residency.run_of(rig.chunk(name_of(sequence_of(prompt), 0)))
+    assert run.priority == Priority.NORMAL
+
+
+@pytest.mark.parametrize("num_between", [0, 1, 3])
+@pytest.mark.parametrize("length", [1, 5, 12])
+@pytest.mark.parametrize("terms", [SHORT, Terms(ttl_s=1.0), Terms(Priority.LOW)])
+def test_a_turn_ends_no_system_prompt_that_short_questions_share(
+    open_rig: Rigs, terms: Terms, length: int, num_between: int
+) -> None:
+    """Neither of the questions asks for less. The next turn of the last one does."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock, dram_slots=32)
+    prompt, more = tokens_of(1, 32), tokens_of(2, 8)
+    for number in range(2 + num_between):
+        last = prompt + tokens_of(10 + number, length)
+        save(rig, last + more, visited(rig, last, Terms()))
+    save(rig, last + more + more, visited(rig, last + more + more, terms))
+    clock.now += 10.0
+    assert rig.store.find(lookup_of(prompt + tokens_of(10, 4)), 0, 36)[-1].stop >= 32
+    run = rig.store.residency.run_of(rig.chunk(name_of(sequence_of(prompt), 0)))
+    assert run.priority == Priority.NORMAL
+
+
+@pytest.mark.parametrize("runs", [visited, unseen])
+def test_a_tail_is_kept_as_its_own_users_said(
+    open_rig: Rigs, runs: Callable[[Rig, list[int], Terms], Callable[[int], Run]]
+) -> None:
+    """Who has its blocks uses it, though they are too few for a hit."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    theirs, mine = tokens_of(1, 10), tokens_of(1, 8) + tokens_of(2, 8)
+    save(rig, theirs, runs(rig, theirs, Terms()))
+    assert rig.store.arrive("request", Lookup(sequence_of(mine)), 16, 9, SHORT)[0] == []
+    clock.now += 10.0
+    assert rig.store.find(lookup_of(theirs), 0, 10)[-1].stop == 10
+    assert rig.chunk(name_of(sequence_of(theirs), 0)).run.priority == Priority.NORMAL
+
+
+@pytest.mark.parametrize("eviction", ["attnstore", "lru", "fifo"])
+@pytest.mark.parametrize("ttl_s", [None, LONG_S])
+def test_who_came_first_and_saves_last_is_a_user_too(
+    open_rig: Rigs, eviction: str, ttl_s: float | None
+) -> None:
+    clock = Clock()
+    rig, device = open_rig(clock=clock, eviction=eviction)
+    prompt = tokens_of(1, 32)
+    others = visited(rig, prompt, Terms(ttl_s=ttl_s))
+    clock.now += 0.1
+    impatient = visited(rig, prompt, SHORT)
+    save(rig, prompt, impatient)
+    save(rig, prompt, others)
+    device.settle()
+    found = {rig.store.residency.run_of(rig.chunk(n)) for n in names_of(sequence_of(prompt))}
+    assert {run.priority for run in found} == {Priority.NORMAL}
+    assert len(found) == 1
+    clock.now += LONG_S - 1.0
+    assert rig.store.find(lookup_of(prompt), 0, 32)[-1].stop == 32
+
+
+def test_a_rest_that_is_saved_late_is_kept_as_its_request_said(open_rig: Rigs) -> None:
+    """Another one has come and saved it by then."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock)
+    prompt = tokens_of(1, 32)
+    _, visit = rig.store.arrive("first", Lookup(sequence_of(prompt)), len(prompt))
+    rig.store.answered(visit, 0)
+    clock.now += 0.1
+    save(rig, prompt, visited(rig, prompt, SHORT))
+    for number, name in enumerate(names_of(sequence_of(prompt))):
+        assert rig.store.begin_save(name, visit.run(number), yields=True) is None
+    clock.now += 10.0
+    pieces = rig.store.find(lookup_of(prompt), 0, 32)
+    assert pieces[-1].stop == 32
+    assert {piece.chunk.run.priority for piece in pieces} == {Priority.NORMAL}
+
+
+@pytest.mark.parametrize("terms", [SHORT, Terms(ttl_s=1.0), Terms(Priority.LOW)])
+def test_who_goes_on_from_what_an_earlier_process_left_ends_nothing_before_it(
+    open_rig: Rigs, terms: Terms
+) -> None:
+    """Of the text behind a system prompt is not known whose it is: not that of who used the prompt
+    last, with a question as short."""
+    clock = Clock()
+    rig, _ = open_rig(clock=clock, dram_slots=16)
+    prompt = tokens_of(1, 32)
+    left, theirs = prompt + tokens_of(2, 16), prompt + tokens_of(3, 4)
+    for number in (0, 1, 2):
+        rig.put(name_of(sequence_of(left), number))  # by no request
+    rig.store.drop([rig.chunk(name_of(sequence_of(left), number)) for number in (0, 1)])
+    save(rig, theirs, visited(rig, theirs, Terms()))
+    visited(rig, left + tokens_of(4, 4), terms)
+    clock.now += 10.0
+    assert rig.store.find(lookup_of(theirs), 0, 36)[-1].stop >= 32
+    run = rig.store.residency.run_of(rig.chunk(name_of(sequence_of(prompt), 0)))
+    assert run.priority == Priority.NORMAL
