@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Visits: which stored chunks a request uses, for how long it asks to keep them, and by which runs
-they are remembered. A chunk is of the run that used it last. Pure: time is given."""
+they are remembered. A chunk is of the run that used it last. Pure: time is given.
+
+It is long since it says for each way in which two requests can meet whose terms hold.
+"""
 
 from __future__ import annotations
 
