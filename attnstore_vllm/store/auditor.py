@@ -16,10 +16,9 @@ A copy is found by none: no look-up, no tier and no sibling. Of each rank its ow
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -30,6 +29,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.kv_causes import cause_of
 from attnstore_vllm.policy.kv_compare import Blocks, Comparison, Difference
 from attnstore_vllm.policy.visits import unknown_run
+from attnstore_vllm.store.audited_hits import AuditedHits
 from attnstore_vllm.store.trial import TierTrial
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
@@ -42,28 +42,6 @@ COPIES_MAX, COPIES_PART = 64, 8
 """Copies at a time: so many, and one slot of DRAM in so many, at most."""
 SLICE_S = 0.002
 """The store's thread goes back to its tiers after so long, or a layer that takes longer."""
-
-
-HITS_MAX = 64
-"""So many hits are remembered, each with what of it agreed by distance."""
-
-
-@dataclass(slots=True)
-class _Hit:
-    """What of one hit was compared by distance."""
-
-    agreed: list[Chunk] = field(default_factory=list)
-    wrong_from: float = math.inf
-    """The position of its first chunk that differed."""
-
-    def doubted(self, chunk: Chunk, *, differs: bool) -> list[Chunk]:
-        """Chunks that are to go, now that this one was compared: from the first one on that
-        differs. What is behind it was computed of the same wrong KV, or is of another prompt too,
-        and a bound that is wide may let it pass."""
-        at = chunk.name.position
-        first = min(self.wrong_from, at if differs else math.inf)
-        behind = [one for one in self.agreed if one.name.position >= first]
-        return [*behind, chunk] if at >= first else behind
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +91,7 @@ class Auditor:
         """That is compared now. Of the store's thread alone, as the next two."""
         self._steps: Iterator[Difference | None] = iter(())
         self._found: Difference | None = None
-        self._hits: dict[int, _Hit] = {}
+        self._hits = AuditedHits()
         self._bad_hits: set[int] = set()
         self._explained: int | None = None
         """The hit whose cause was looked for last. That costs as much as two comparisons."""
@@ -252,8 +230,9 @@ class Auditor:
         assert pair is not None
         residency, tier = context.residency, pair.stored.brought_by
         with context.progress:
-            is_void = pair.is_void
-            doubted = [] if is_void else self._doubted(pair)
+            is_void, differs = pair.is_void, found is not None
+            hits = None if self._comparison(pair).sides is None else self._hits
+            doubted = self._doubted(pair, hits, differs=differs)
             # A write that is under way would leave its record to the next start.
             copies = [copy for chunk in doubted for copy in chunk.behind.values()]
             if any(copy.state is State.WRITING for copy in copies):
@@ -265,7 +244,8 @@ class Auditor:
                 self.trial.agreed(tier, pair.group)
             else:
                 residency.counts[Event.DIFFERED] += 1
-            self._note(pair)
+            if hits is not None and not is_void:
+                hits.note(pair.hit, pair.stored, differs=differs)
             for chunk in doubted:
                 for io in self._tiers:
                     io.forget(chunk)
@@ -288,25 +268,13 @@ class Auditor:
         self._pair, self._steps, self._found = None, iter(()), None
         return True
 
-    def _doubted(self, pair: _Pair) -> list[Chunk]:
-        """Locked. Chunks that go since this pair was compared."""
-        differs = self._found is not None
-        if self._comparison(pair).sides is None:  # bit for bit: what agrees is right
-            return [pair.stored] if differs else []
-        found = self._hits.get(pair.hit, _Hit()).doubted(pair.stored, differs=differs)
-        return [chunk for chunk in found if chunk is pair.stored or not chunk.dropped]
-
-    def _note(self, pair: _Pair) -> None:
-        """Locked. The pair was compared: what of its hit comes later is judged by it, too."""
-        if self._comparison(pair).sides is None or pair.is_void:
-            return
-        hit = self._hits.setdefault(pair.hit, _Hit())
-        if self._found is not None:
-            hit.wrong_from = min(hit.wrong_from, pair.stored.name.position)
-        else:
-            hit.agreed.append(pair.stored)
-        while len(self._hits) > HITS_MAX:
-            del self._hits[next(iter(self._hits))]
+    def _doubted(self, pair: _Pair, hits: AuditedHits | None, *, differs: bool) -> list[Chunk]:
+        """Chunks that go. Where bits are compared (no `hits`) what agrees is right."""
+        if pair.is_void or (hits is None and not differs):
+            return []
+        if hits is None:
+            return [pair.stored]
+        return hits.doubted(pair.hit, pair.stored, differs=differs)
 
     def _tell(self, pair: _Pair, found: Difference) -> None:
         """Say it, and keep the bytes. The slots are held."""
