@@ -294,6 +294,23 @@ def _num_shared(last_runs: Sequence[Run | None], before: Before | None) -> int:
     return len(last_runs)
 
 
+def used_by_both(run: Run, before: Run, now: float) -> Run:
+    """The run of a chunk that a request of `run` has computed, though one of `before` has left it:
+    its look-up did not meet it. Both share it, and it is kept as the one of them said who asked
+    for more."""
+    lease, other = run.lease, before.lease
+    if lease is not None and other is not None:
+        expires = max(now + lease.ttl_s, lease.expires)
+        if other.ttl_s > lease.ttl_s or other.expires > expires:
+            lease = Lease(max(lease.ttl_s, other.ttl_s), max(expires, other.expires))
+    elif other is None:
+        lease = None
+    priority = max(run.priority, before.priority)
+    if lease is run.lease and priority == run.priority:
+        return run
+    return replace(run, is_shared=True, priority=priority, lease=lease)
+
+
 def moved_run(run: Run, visit: Visit, now: float) -> Run:
     """The run of chunks of this one that a request of this visit takes to other positions. They
     stay of their conversation, and are kept as long as the longest of both said."""

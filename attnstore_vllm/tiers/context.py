@@ -38,30 +38,38 @@ LOOK_S = 0.1
 
 
 class StoreClock:
-    """For Context.clock: seconds since the machine's start, and those that the wall clock has been
+    """For Context.clock: seconds since the machine's start, and all that the wall clock has been
     put ahead by. A machine without a clock of its own is told the time after the start, a paused
     one after it goes on: what was stored is so much older. A clock that is set back changes
-    nothing, and nor does one that is then put right. From any thread.
+    nothing. What puts it ahead again counts: it may be the end of a pause, or put the clock right.
+    From any thread.
     """
 
     def __init__(self, boot: Clock = boot_seconds, wall: Clock = unix_seconds) -> None:
         self._boot, self._wall = boot, wall
-        now = boot()  # a thread that is stopped between the two finds no clock that was put ahead
-        self._offset = wall() - now
+        self._looking = threading.Lock()
+        now = boot()
+        self._lowest = wall() - now
+        """The least that the wall clock was ahead of the other since it was put ahead last. At
+        most: a thread may be stopped between the two."""
         self._ahead = self._look_at = 0.0
 
     def __call__(self) -> float:
         now = self._boot()
         if now >= self._look_at:
-            self._look()
+            if self._looking.acquire(blocking=False):  # what is found is added once
+                self._look()
+                self._looking.release()
             self._look_at = now + LOOK_S
         return now + self._ahead
 
     def _look(self) -> None:
-        wall = self._wall()  # first, as above
-        ahead = wall - self._boot() - self._offset
-        if ahead > self._ahead + STEP_S:
-            self._ahead = ahead  # and not added to: two threads may find the same
+        before, wall, after = self._boot(), self._wall(), self._boot()
+        at_least, at_most = wall - after, wall - before
+        if at_least > self._lowest + STEP_S:
+            self._ahead += at_least - self._lowest
+            self._lowest = at_least
+        self._lowest = min(self._lowest, at_most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,16 +104,20 @@ class DramTier(Tier):
         if not self._growing[run]:
             del self._growing[run]
 
-    def take_back(self, chunk: Chunk) -> None:
-        slot = chunk.dram.slot
-        assert self.owned.pop(slot) is chunk
-        order = self._order_of.pop(slot, None)
-        if order is not None:
-            order.remove(slot)
-        if slot in self.pins:
-            self.pins.remove(slot)
-        self.free.append(slot)
-        self.num_openings += 1
+    def take_back(self, *chunks: Chunk) -> None:
+        leaving = defaultdict[Departures, list[int]](list)
+        for chunk in chunks:
+            slot = chunk.dram.slot
+            assert self.owned.pop(slot) is chunk
+            order = self._order_of.pop(slot, None)
+            if order is not None:
+                leaving[order].append(slot)
+            if slot in self.pins:
+                self.pins.remove(slot)
+            self.free.append(slot)
+        for order, slots in leaving.items():
+            order.remove_all(slots)
+        self.num_openings += len(chunks)
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
         for chunk in chunks:
@@ -233,14 +237,18 @@ class DramTier(Tier):
             return may_be_lost(chunk.run, since, growing) or chunk.is_behind
 
         asks = (whose, run, since, self.clean.num_changes + self.dirty.num_changes)
-        slots = self._kept.take(asks, now, can_go, count)
+        kept = self._kept
+        slots = kept.take(asks, now, can_go, count)
         if slots:
-            return [owned[slot] for slot in slots], self._kept.gives
+            return [owned[slot] for slot in slots], kept.gives
         full = _Full(self, now, whose, run, can_go)
         gives = dram_gives_up(full, For.SAVE if whose is None else _WAITS[whose != LAST])
-        self._kept.keep(asks, now, full, gives)
         victim = full.chunk(gives)
-        return [victim] if victim is not None else [], gives
+        if victim is None:
+            return [], gives
+        if kept.keep(asks, now, full, gives):
+            slots = kept.take(asks, now, can_go, count)
+        return [owned[slot] for slot in slots] or [victim], gives
 
     @property
     def late(self) -> float:
@@ -304,7 +312,8 @@ class DramTier(Tier):
 
     def lose(self, chunk: Chunk) -> None:
         """The chunk is not found any more."""
-        self.place(chunk)
+        if chunk.dram.slot >= 0:
+            self.place(chunk)
         self._left.pop(chunk, None)
         for unwanted in self._look_ahead.lost(chunk):
             self.place(unwanted)
@@ -428,14 +437,16 @@ class _Kept:
         self._order: Departures | None = None
         self._run: Run | None = None
 
-    def keep(self, asks: object, now: float, full: _Full, gives: Gives) -> None:
+    def keep(self, asks: object, now: float, full: _Full, gives: Gives) -> bool:
+        """Whether it is kept. Its first slot is the one that was decided on."""
         chunk, self._run = full.chunk(gives), None
         if chunk is None or full.clean_chunk is None:
-            return
+            return False
         dram = full.dram
         self._order = dram.clean if gives is Gives.CLEAN else dram.dirty
         self._run = self._order.run_of(chunk.dram.slot)
-        self.gives, self._asks, self._at, self._left = gives, asks, now, self._slots - 1
+        self.gives, self._asks, self._at, self._left = gives, asks, now, self._slots
+        return self._run is not None
 
     def take(
         self, asks: object, now: float, can_go: Callable[[int], bool], count: int

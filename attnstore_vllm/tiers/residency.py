@@ -25,7 +25,7 @@ from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.eviction.rules import Gives, may_go_for_low_value
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, QueuePlace
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.visits import Run, Visit, moved_run, unknown_run
+from attnstore_vllm.policy.visits import Run, Visit, moved_run, unknown_run, used_by_both
 from attnstore_vllm.tiers.announced import Announced
 from attnstore_vllm.tiers.dram_tier import DramTier, MakeTierBehind
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
@@ -282,8 +282,10 @@ class Residency:
         if known is not None and low_value:
             return None  # another run may think more of it
         if known is not None:
-            if not yields and (run is None or run.since >= self.run_of(known).since):
-                self.use([known], run)  # by one that came before it is no older
+            before = self.run_of(known)
+            if not yields and (run is None or run.since >= before.since):
+                # by one that came before it is no older
+                self.use([known], run and used_by_both(run, before, self.now))
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
             again |= known.behind.keys() <= self._asked  # others have it, or say so
@@ -524,7 +526,8 @@ class Residency:
     def _forget(self, chunk: Chunk) -> None:
         chunk.dropped = True
         self.dram.lose(chunk)
-        self._place(chunk)
+        if chunk.dram is not NOWHERE:
+            self._place(chunk)
         self.index.remove(chunk)
         if self.watch is not None:
             self.watch.gone(chunk.name.key)
@@ -637,10 +640,11 @@ class Residency:
 
     def leave_dram(self, *chunks: Chunk) -> None:
         """The chunks, which no transfer touches, leave DRAM."""
+        slots = [chunk.dram.slot for chunk in chunks]
+        for tier in self.behind:
+            tier.left_dram(*slots)
+        self.dram.take_back(*chunks)
         for chunk in chunks:
-            for tier in self.behind:
-                tier.left_dram(chunk.dram.slot)
-            self.dram.take_back(chunk)
             chunk.dram, chunk.came_from = NOWHERE, ""
             if chunk.is_behind and not chunk.dropped:
                 self.look_ahead.has_gone(chunk)

@@ -259,11 +259,12 @@ class TierBehind(Tier):
         """Whether what this slot of DRAM has is to be written here."""
         return slot in self.waiting
 
-    def left_dram(self, slot: int) -> None:
-        """Nothing waits in this slot of DRAM."""
-        self.waiting_low_value.pop(slot, None)
-        if slot in self.waiting:
-            self.waiting.remove(slot)
+    def left_dram(self, *slots: int) -> None:
+        """Nothing waits in these slots of DRAM."""
+        if self.waiting_low_value:
+            for slot in slots:
+                self.waiting_low_value.pop(slot, None)
+        self.waiting.remove_all([slot for slot in slots if slot in self.waiting])
 
     # ---- room ----------------------------------------------------------------------------
 

@@ -126,7 +126,9 @@ void bind_uring(py::module_& m) {
       .def("submit", &submit_all, py::arg("requests"), "False if it is closed: nothing was queued.")
       .def("cancel", &UringDevice::cancel, py::arg("tags"), free)
       .def("poll", &poll_device, py::arg("timeout_s"), "[(tag, errno or 0, text, checksum), ...]")
-      .def("wake", &UringDevice::wake, free)
+      // With the interpreter's lock, or the thread that wakes would have its turn at once, in the
+      // midst of a step.
+      .def("wake", &UringDevice::wake)
       .def("failure", &UringDevice::failure, free, "Why it serves nothing any more, or empty.")
       .def(
           "close",

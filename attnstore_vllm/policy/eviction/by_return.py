@@ -197,7 +197,7 @@ class ByReturn(Generic[K]):
             return None
         worth = np.where(self._turn, self._worth[1::2], -1.0)
         most = np.flatnonzero(worth == worth.max())
-        place = most[(self._turn[most] ^ STAYS).argmin()]
+        place = most.item(_argmin(self._turn[most] ^ STAYS))
         return next(reversed(self._keys[place]))
 
     def worth(self, key: K, now: float) -> float:
@@ -274,12 +274,11 @@ class ByReturn(Generic[K]):
         """The end that is worth least; None if there is none left."""
         if not self.places:
             return None
-        end = int(self._worth.argmin())
-        least = self._worth.item(end)
+        least = np.minimum.reduce(self._worth)
         if least == math.inf:
             return None
         same = (self._worth == least).nonzero()[0]
-        return end if len(same) == 1 else same.item(self._turn[same >> 1].argmin())
+        return same.item(_argmin(self._turn[same >> 1]) if len(same) > 1 else 0)
 
     def _rank(self, end: int) -> tuple[float, int]:
         return self._worth.item(end), self._turn.item(end >> 1)
@@ -302,6 +301,12 @@ class ByReturn(Generic[K]):
             held = np.array(self._passed)
             self._due[held[self._turn[held >> 1] > 0]] = -math.inf
             self._passed.clear()
+
+
+def _argmin(values: npt.NDArray[T]) -> int:
+    """Where the least stands. numpy's argmin() lets go of the interpreter's lock, however few there
+    are: another thread would have its turn in the midst of a decision, under the store's lock."""
+    return (values == np.minimum.reduce(values)).nonzero()[0].item(0)
 
 
 def _longer(array: npt.NDArray[T], size: int, fill: float) -> npt.NDArray[T]:

@@ -154,6 +154,9 @@ class SharedIo(RemoteIo):
         self._alone: OrderedDict[bytes, float] = OrderedDict()
         self._damaged: OrderedDict[bytes, None] = OrderedDict()
         """RecordNames whose record is to be written over."""
+        self._wrong: OrderedDict[bytes, None] = OrderedDict()
+        """Keys whose KV is wrong though its seal is right: not asked for before it is written over.
+        """
         self._look_at = 0.0
         self._is_looking = False
         self._asker = DaemonPool(1, "attnstore-shared-ask")
@@ -219,11 +222,14 @@ class SharedIo(RemoteIo):
                 return []
             while self._alone and next(iter(self._alone.values())) <= now:
                 self._alone.popitem(last=False)
-            keys = list(takewhile(lambda key: bytes(key) not in self._alone, ask.keys))
+            keys = list(takewhile(self._is_asked_for, map(bytes, ask.keys)))
             if names is None or not keys:
                 self._ask_nobody(ask)
                 return []
         return [names.of(key, ask.tenant) for key in keys]
+
+    def _is_asked_for(self, key: bytes) -> bool:
+        return key not in self._alone and key not in self._wrong
 
     def _ask(self, ask: Ask) -> None:
         wanted = self._wanted(ask)
@@ -358,19 +364,20 @@ class SharedIo(RemoteIo):
         self._num_storing += 1
 
     def forget(self, chunk: Chunk) -> None:
-        """The next one of this name is written over it. Until then, for ALONE_S, none is asked."""
-        name = _named(chunk, self._names())
-        if name and self.tier.name in chunk.behind:
-            _remember(self._damaged, name, None)
-            key = bytes(chunk.name.key)
-            _remember(self._alone, key, self.context.clock() + ALONE_S)
+        """The next one of this name is written over it. Until then none is asked for. That it may
+        be there is known no longer than its lease lasts, so that is not looked at."""
+        _remember(self._wrong, bytes(chunk.name.key), None)
+
+    def _is_written_over(self, store: _StoreJob) -> bool:
+        """Locked. Whether what is there under its name is none."""
+        return store.name in self._damaged or bytes(store.chunk.name.key) in self._wrong
 
     def _store_all(self, lane: int) -> None:
         """On a thread that stores, beside the other one."""
         while True:
             with self.context.progress:
                 batch = self._some(self._stores)
-                damaged = {store.name for store in batch} & self._damaged.keys()
+                damaged = {store.name for store in batch if self._is_written_over(store)}
             if not batch:
                 return
             self._store(lane, batch, damaged)
@@ -408,6 +415,7 @@ class SharedIo(RemoteIo):
                         budget.give_back(self.record_bytes)
                 elif not isinstance(outcome, StoreFailure):
                     self._damaged.pop(store.name, None)
+                    self._wrong.pop(bytes(store.chunk.name.key), None)
                 store.done(outcome)
         self.health.note_write(failure)
         if failure is not None:
@@ -537,6 +545,7 @@ class SharedIo(RemoteIo):
         self.tier.open_to(False)
         self._alone.clear()
         self._damaged.clear()
+        self._wrong.clear()
         self._look_at = 0.0
         return NotedReset(self.context, "the shared tier", self._note_reset)
 

@@ -87,10 +87,11 @@ class SharedTier(RemoteTier):
     def waits_for(self, slot: int) -> bool:
         return slot in self._pausing or super().waits_for(slot)
 
-    def left_dram(self, slot: int) -> None:
-        self._pausing.pop(slot, None)
-        self._used.pop(slot, None)
-        super().left_dram(slot)
+    def left_dram(self, *slots: int) -> None:
+        for slot in slots:
+            self._pausing.pop(slot, None)
+            self._used.pop(slot, None)
+        super().left_dram(*slots)
 
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
         """A second use: others are likely to want it too. ripen() goes on with it, on the store's

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV in the shared tier that an audit finds wrong: its seal is right, and its content is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attnstore_lab.testing.network_stores import NetworkStore
+from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.policy.kv_compare import Comparison, Unit
+from attnstore_vllm.tiers.remote_io import awaits_remote
+from attnstore_vllm.tiers.shared import shared_io
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES
+from attnstore_vllm.types import SHARED
+from tests.helpers import PAYLOAD_BYTES, Rig, conversation, lookup_of, memory_rig, payload_of
+from tests.shared import rigs
+from tests.shared.rigs import NUM_TOKENS, io_of, stored_names, whole_chunks
+from tests.shared.stranger import Stranger
+
+OpenShared = Callable[..., Rig]
+BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8), Unit(0, 1, PAYLOAD_BYTES // 2, 1024)], None)
+ALONE_S = 0.2
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["leased", "forgotten"])
+def test_wrong_kv_is_not_served_again(
+    server: NetworkStore,
+    namespace: bytes,
+    open_shared: OpenShared,
+    stranger: Stranger,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+) -> None:
+    """Neither after the time for which it is left alone, nor once its lease there is over."""
+    monkeypatch.setattr(shared_io, "ALONE_S", ALONE_S)
+    if not is_known:
+        monkeypatch.setattr(shared_io, "LEASE_S", 0.5)
+        monkeypatch.setattr(shared_io.SharedIo, "lease_s", 0.5)
+    one = open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    names = whole_chunks(tokens, None)
+    wrong = bytes(PAYLOAD_BYTES)
+    one.put(names[0], wrong)
+    for name in names[1:]:
+        one.put(name)
+    one.until(lambda: all(SHARED in one.chunk(name).behind for name in names))
+    one.until(lambda: io_of(one).num_storing == 0)
+    place = stored_names(one, tokens)[0]
+    assert stranger.get(place)[HEADER_BYTES:] == wrong
+
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    tier = rigs.make(server.settings, namespace, directory=None)
+    two = memory_rig(more_tiers=(tier,), audit=audit, comparisons=(BITS,), path=tmp_path)
+    rigs.see_weights(two, same=True)
+    two.until(lambda: io_of(two).generation.usable is not None)
+    try:
+        assert two.store.audit is not None
+        two.store.audit.trial.close(SHARED)  # other chunks of the tier have agreed
+        assert found(two, tokens)[0] == wrong
+        chunk = two.chunk(names[0])
+        if not is_known:
+            two.until(lambda: SHARED not in chunk.behind)
+        copy = two.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+        assert copy is not None
+        two.pool.slot(copy.dram.slot)[:] = payload_of(names[0])
+        two.store.finish_saves([copy])
+        two.until_idle()
+        assert chunk.dropped
+        time.sleep(2 * ALONE_S)
+        assert wrong not in found(two, tokens), "it is served once more"
+        two.put(names[0])  # computed again
+        two.until(lambda: stranger.get(place)[HEADER_BYTES:] == payload_of(names[0]))
+    finally:
+        two.close()
+
+
+def found(rig: Rig, tokens: list[int]) -> list[bytes]:
+    lookup = lookup_of(tokens, None, may_ask=True)
+    rig.store.find(lookup, 0, len(tokens))
+    rig.until(lambda: not awaits_remote(lookup))
+    rig.store.find(lookup, 0, len(tokens))
+    rig.until(lambda: io_of(rig).num_loading == 0)
+    return [payload for _, payload in rig.read(lookup.keys)]
