@@ -377,7 +377,7 @@ def draw(random: Random) -> Drawn:
             }
         )
     chunk_tokens = random.choice((32, 64, 128))
-    if family == "window alone":
+    if family in ("window alone", "two windows"):  # a chunk is within the longest window
         chunk_tokens = min(chunk_tokens, 64)
     return Drawn(
         family, kv_type, layout, tuple(stages), tensor, decode, interleave, chunk_tokens

@@ -342,7 +342,8 @@ def tell(
         + [f"layout: {drawn.layout}", f"stages: {len(drawn.stages)}", f"ranks: {drawn.tensor}"]
     )
     counts["share tokens"] += drawn.decode > 1
-    counts["with loads"] += counts["loaded tokens"] > 0
+    if counts["loaded tokens"]:
+        counts.update(["with loads", f"with loads: {drawn.family}"])
     return counts
 
 
