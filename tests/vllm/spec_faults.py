@@ -18,6 +18,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Pages, StreamEvent
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
+from tests.vllm import scripted
 from tests.vllm.drawn_models import Drawn
 
 Place = tuple[int, int, int, Geometry]
@@ -110,9 +111,17 @@ class OtherRanksRecord(Fault):
     def suits(self, drawn: Drawn) -> bool:
         return drawn.tensor == 2 and drawn.family in ("full", "windows", "local", "states")
 
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The parts of all ranks lie in one slot, so that one can be taken for the other."""
+        with (
+            mock.patch.object(build, "parts_of", return_value=(1, "")),
+            mock.patch.object(scripted, "parts_of", return_value=(1, "")),
+        ):
+            yield
+
     def place(self, place: Place) -> Place:
         address, slots, rank, geometry = place
-        assert geometry.num_ranks > 1, "parts lie apart"
         return address, slots, rank ^ 1, geometry
 
 

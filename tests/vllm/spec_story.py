@@ -39,7 +39,7 @@ from attnstore_vllm.connector.pipeline import PipelineStage
 from attnstore_vllm.connector.specs import layer_specs
 from attnstore_vllm.connector.support import reason_of_layers, reason_to_idle
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.identity import namespace
+from attnstore_vllm.identity import namespace, vllm_settings
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.engine import CopyEngine
 from attnstore_vllm.transfer.geometry import Geometry
@@ -262,7 +262,9 @@ class Story:
         self.settle(engine)
         self.histories += [list(tokens) for tokens in engine.worker.sequences]
         self.counts["loaded tokens"] += engine.worker.loaded_tokens
-        self.counts["bytes checked"] += sum(worker.bytes_checked for worker in engine.workers)
+        for worker in engine.workers:
+            assert isinstance(worker, DrawnWorker)
+            self.counts["bytes checked"] += worker.bytes_checked
 
     def add(self, engine: DrawnEngine) -> None:
         """A prompt that begins as an earlier request, or all of it."""
@@ -321,8 +323,9 @@ def tell(
     story = Story(random, counts)
     with TemporaryDirectory() as folder, prepared(fault):
         for life in range(random.choice((1, 2, 2)) if fault is None else 2):
-            other = drawn.of_other_type()
-            if life and other is not None and (fault.other_type if fault else random.random() < 0.3):
+            other = drawn.of_other_type() if life else None
+            is_other = fault.other_type if fault is not None else random.random() < 0.3
+            if other is not None and is_other:
                 drawn = other
                 counts["other types"] += 1
             start = draw_start(random, drawn, num_blocks_for(random, drawn))
@@ -337,10 +340,11 @@ def tell(
                 return Counter({"not served": 1, f"not served: {drawn.family}: {error}": 1})
             counts["starts"] += 1
             counts["on a GPU"] += start.on_gpu
-    counts.update(
-        ["stories", f"family: {drawn.family}", f"KV type: {drawn.kv_type}"]
-        + [f"layout: {drawn.layout}", f"stages: {len(drawn.stages)}", f"ranks: {drawn.tensor}"]
-    )
+    shape = {
+        "family": drawn.family, "KV type": drawn.kv_type, "layout": drawn.layout,
+        "stages": len(drawn.stages), "ranks": drawn.tensor,
+    }  # fmt: skip
+    counts.update(["stories", *(f"{name}: {value}" for name, value in shape.items())])
     counts["share tokens"] += drawn.decode > 1
     if counts["loaded tokens"]:
         counts.update(["with loads", f"with loads: {drawn.family}"])
@@ -349,12 +353,10 @@ def tell(
 
 @contextmanager
 def prepared(fault: Fault | None) -> Iterator[None]:
-    """As on a platform where all types of KV are known; and what is the same in all stories, once.
-    """
-    plugins = _PLUGINS or _PLUGINS.append(namespace.plugins()) or _PLUGINS
+    """As on a platform where all types of KV are known; and what is the same in all stories, once."""
     with ExitStack() as undo:
-        undo.enter_context(mock.patch.object(support, "_is_cpu", lambda: False))
-        undo.enter_context(mock.patch.object(namespace, "plugins", lambda: plugins[0]))
+        undo.enter_context(mock.patch.object(support, "_is_cpu", return_value=False))
+        undo.enter_context(mock.patch.object(namespace, "plugins", _plugins))
         undo.enter_context(mock.patch.object(importlib.metadata, "version", _version))
         # vLLM 0.32 gives this class an argument that it does not take, and its parent does.
         init = FullAttentionManager.__init__
@@ -364,7 +366,7 @@ def prepared(fault: Fault | None) -> Iterator[None]:
         yield
 
 
-_PLUGINS: list[Any] = []
+_plugins = cache(vllm_settings.plugins)
 _version = cache(importlib.metadata.version)
 
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random stories over vLLM's KV cache specs, types of KV, layouts and ranks.
+
+Goal: no forward pass reads a byte that is not that of its tokens, its layer, its rank and its type
+of KV; and what is wrong in copies or in names is seen.
+Method: spec_story.py. `python -m tests.vllm.spec_stories` tells 10,000.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.fake_driver import driver
+from tests.vllm import spec_stories
+from tests.vllm.drawn_models import FAMILIES, KV_TYPES, LATENT_TYPES, LAYOUTS
+from tests.vllm.drawn_worker import WrongBytesError
+from tests.vllm.spec_faults import FAULTS
+from tests.vllm.spec_stories import tell_one
+from tests.vllm.spec_story import tell
+
+STORIES = 120
+FIRST_OF_LONG = 20_000
+UNSEEN_MAX = 12
+"""Stories that could show a fault and do not, before one does."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    driver()
+
+
+def tell_these(seeds: range) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        found += tell_one(seed)
+    assert found["stories"] == len(seeds), f"vLLM or the store serves some of them not: {found}"
+    return found
+
+
+def test_every_byte_that_is_read_is_right() -> None:
+    found = tell_these(range(STORIES))
+    assert found["with loads"] > STORIES // 2
+    assert {f"with loads: {family}" for family in FAMILIES} <= found.keys()
+    assert {f"layout: {layout}" for layout in LAYOUTS} <= found.keys()
+    for what in ("on a GPU", "other types", "share tokens", "stages: 2", "ranks: 2", "preempt"):
+        assert found[what] > 0, what
+
+
+@pytest.mark.long
+def test_in_many_more_stories() -> None:
+    found = tell_these(range(FIRST_OF_LONG, FIRST_OF_LONG + 1000))
+    assert {f"KV type: {kind}" for kind in (*KV_TYPES, *LATENT_TYPES)} <= found.keys()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(name: str) -> None:
+    """Each is planted in copies that go well without it, in stories of models that can show it."""
+    unseen, seed = 0, 0
+    while unseen < UNSEEN_MAX:
+        try:
+            unseen += tell(seed, spec_stories.model(), FAULTS[name])["stories"]
+        except WrongBytesError:
+            return
+        seed += 1
+    raise AssertionError(f"{UNSEEN_MAX} stories do not see it")
+
+
+def test_the_command_counts_and_ends_at_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "found.json"
+    assert spec_stories.main(["--stories", "2", "--jobs", "1", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["stories"] == 2
+    monkeypatch.setattr(spec_stories, "tell_one", lambda seed: 1 // 0)
+    assert spec_stories.main(["--stories", "3", "--first", "5", "--jobs", "1"]) == 1
+    assert re.search("story 5: ZeroDivisionError", capsys.readouterr().out)
