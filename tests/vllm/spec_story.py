@@ -6,6 +6,7 @@ over several starts on one store. Each forward pass looks at every byte that it 
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import time
 from collections import Counter
@@ -377,6 +378,10 @@ def started(
     with ExitStack() as undo:
         gpu = None
         if start.on_gpu:
+            # The fake calls Python and holds its lock meanwhile. A thread of the store that collects
+            # garbage would wait for that lock, with the interpreter's.
+            gc.disable()
+            undo.callback(gc.enable)
             gpu = FakeGpu(start.seed)
             undo.enter_context(installed(gpu))
             for rank in range(len(drawn.stages) * drawn.tensor):
