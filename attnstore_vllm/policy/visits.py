@@ -311,6 +311,26 @@ def used_by_both(run: Run, before: Run, now: float) -> Run:
     return replace(run, is_shared=True, priority=priority, lease=lease)
 
 
+class JointRuns:
+    """used_by_both() of one chunk after another: the chunks of two runs get one run, since of a run
+    the deepest chunk leaves first. It remembers the last two."""
+
+    def __init__(self) -> None:
+        self._runs: tuple[Run, Run] | None = None
+        self._joint: Run | None = None
+
+    def of(self, run: Run, before: Run, now: float) -> Run:
+        joint, last = used_by_both(run, before, now), self._joint
+        if joint is run:
+            return run
+        if last is None or self._runs != (run, before):
+            self._runs, self._joint = (run, before), joint
+            return joint
+        if joint.lease is not None and last.lease is not None:
+            last.lease.expires = max(last.lease.expires, joint.lease.expires)
+        return last
+
+
 def moved_run(run: Run, visit: Visit, now: float) -> Run:
     """The run of chunks of this one that a request of this visit takes to other positions. They
     stay of their conversation, and are kept as long as the longest of both said."""

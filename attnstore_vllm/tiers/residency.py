@@ -25,7 +25,7 @@ from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.eviction.rules import Gives, may_go_for_low_value
 from attnstore_vllm.policy.lookahead import LAST, LookAhead, QueuePlace
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.visits import Run, Visit, moved_run, unknown_run, used_by_both
+from attnstore_vllm.policy.visits import JointRuns, Run, Visit, moved_run, unknown_run
 from attnstore_vllm.tiers.announced import Announced
 from attnstore_vllm.tiers.dram_tier import DramTier, MakeTierBehind
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
@@ -73,6 +73,7 @@ class Residency:
         self.now = 0.0  # seconds; the caller sets it before what may need room
         self.first_written_tokens = 0
         """Tokens written behind DRAM that no record there had before."""
+        self._joint = JointRuns()
         self.num_expired = 0
         """Chunks that look-ups found and dropped, since their ttl was over."""
         self.dram = DramTier(
@@ -285,7 +286,7 @@ class Residency:
             before = self.run_of(known)
             if not yields and (run is None or run.since >= before.since):
                 # by one that came before it is no older
-                self.use([known], run and used_by_both(run, before, self.now))
+                self.use([known], run and self._joint.of(run, before, self.now))
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
             again |= known.behind.keys() <= self._asked  # others have it, or say so

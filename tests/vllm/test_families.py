@@ -131,6 +131,12 @@ def limit(engine: EngineHost) -> float:
     return found
 
 
+@pytest.fixture(scope="module")
+def limit_in_steps(family: str, limit: float) -> float:
+    """Where a recurrent model's reference is computed in the very steps of the hit."""
+    return SAME_SPLIT if family in RECURRENT else limit
+
+
 TOLD = {
     "llama",
     "llama_fp8",
@@ -191,9 +197,9 @@ def check_found(name: str, found: list[Check], tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["dram", "nvme"])
-def test_conversation(family: str, engine: EngineHost, limit: float, tier: str) -> None:
+def test_conversation(family: str, engine: EngineHost, limit_in_steps: float, tier: str) -> None:
     found = engine.call(checks.conversation, tier)
-    check_answers(found, limit)
+    check_answers(found, limit_in_steps)
     check_found(family, found, tier)
 
 
@@ -208,9 +214,9 @@ def test_lengths(family: str, engine: EngineHost) -> None:
         assert all(check.found > 0 for check in found)
 
 
-def test_chunked_prefill(engine: EngineHost, limit: float) -> None:
+def test_chunked_prefill(engine: EngineHost, limit_in_steps: float) -> None:
     found = engine.call(checks.chunked)
-    check_answers(found, limit)
+    check_answers(found, limit_in_steps)
     assert found[0].found > 0
 
 
@@ -219,9 +225,9 @@ def test_preempted(engine: EngineHost, limit: float) -> None:
 
 
 @pytest.mark.long
-def test_aborted(family: str, engine: EngineHost, limit: float) -> None:
+def test_aborted(family: str, engine: EngineHost, limit_in_steps: float) -> None:
     found = engine.call(checks.aborted)
-    check_answers(found, limit)
+    check_answers(found, limit_in_steps)
     amid_prompt, amid_answer = found
     assert amid_prompt.found >= 1_024 - GRAIN_TOKENS or family in RECURRENT
     assert amid_answer.found >= PROMPT - RECURRENT.get(family, 3 * GRAIN_TOKENS)

@@ -413,7 +413,7 @@ class SharedIo(RemoteIo):
                 if outcome is StoreFailure.IS_THERE:
                     for budget in self._budgets:
                         budget.give_back(self.record_bytes)
-                elif not isinstance(outcome, StoreFailure):
+                elif not isinstance(outcome, StoreFailure) and store.name in damaged:
                     self._damaged.pop(store.name, None)
                     self._wrong.pop(bytes(store.chunk.name.key), None)
                 store.done(outcome)
