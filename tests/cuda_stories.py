@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many random stories of CudaEngine over the fake driver.
 
-    python -m tests.cuda_stories [--stories 10000] [--first 0] [--jobs 2] [--out FILE]
+    python -m tests.cuda_stories [--stories 10000] [--first 0] [--jobs 2] [--json]
 
 The first story with a wrong byte ends it, with its seed. Needs a C++ compiler and no GPU.
 """

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -46,7 +47,8 @@ SAME_BYTES = (
 )
 """Types whose pages have the same size."""
 KV_TYPES = (
-    *(kind for pair in SAME_BYTES for kind in pair), "int4_per_token_head", "turboquant_k8v4",
+    *(kind for pair in SAME_BYTES for kind in pair), "auto", "fp8", "fp8_inc",
+    "int4_per_token_head", "turboquant_k8v4",
     "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
 )  # fmt: skip
 LATENT_TYPES = ("bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla")
@@ -201,6 +203,18 @@ def two_windows(random: Random, kv_type: str, block: int) -> Iterator[tuple[str,
         yield "attn", attention(random, FullAttentionSpec, kv_type, block, **sizes)
 
 
+def hidden_states(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+    """A drafter that keeps the model's hidden states, in a group of their own."""
+    yield from windows(random, kv_type, block)
+    yield (
+        "hidden",
+        HiddenStateCacheSpec(
+            block_size=block, num_kv_heads=random.choice((1, 3)), head_size=16,
+            dtype=torch.bfloat16,
+        ),
+    )  # fmt: skip
+
+
 def window_alone(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
     length = random.choice((64, 100, 128))
     yield "window", attention(random, SlidingWindowSpec, kv_type, block, sliding_window=length)
@@ -339,6 +353,7 @@ FAMILIES: Mapping[str, tuple[Family, tuple[str, ...], tuple[str, ...]]] = {
     "windows": (windows, KV_TYPES, LAYOUTS),
     "wide windows": (wide_windows, ("bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"), WHOLE),
     "two windows": (two_windows, KV_TYPES, LAYOUTS),
+    "hidden states": (hidden_states, KV_TYPES, ("LBNHC", *PACKED)),
     "window alone": (window_alone, KV_TYPES, LAYOUTS),
     "local": (local, KV_TYPES, LAYOUTS),
     "several sizes": (several_sizes, KV_TYPES, WHOLE),
@@ -361,7 +376,7 @@ def draw(random: Random) -> Drawn:
     kv_type, block, seed = random.choice(types), random.choice((16, 16, 32)), random.random()
     layout = random.choice(layouts)
     num_stages = random.choice((1, 1, 1, 2, 3))
-    if family == "wide windows" and layout in PACKED:
+    if family == "hidden states" or (family == "wide windows" and layout in PACKED):
         num_stages = 1  # of groups that a stage has no layer of vLLM 0.32 makes no tensors
     tensor = random.choice((1, 1, 2)) if num_stages < 3 else 1
     decode, interleave = 1, 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many random stories over vLLM's KV cache specs, types of KV, layouts and ranks (spec_story.py).
 
-    python -m tests.vllm.spec_stories [--stories 10000] [--first 0] [--jobs 2] [--out FILE]
+    python -m tests.vllm.spec_stories [--stories 10000] [--first 0] [--jobs 2] [--json]
 
 The first story in which a forward pass reads a wrong byte ends it, with its seed. Needs a C++
 compiler and no GPU.

@@ -31,7 +31,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     SinkFullAttentionManager,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheConfig, MambaSpec
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.connector import support
@@ -231,8 +231,8 @@ def caches_of(config: VllmConfig, drawn: Drawn) -> list[KVCacheConfig]:
 def num_blocks_for(random: Random, drawn: Drawn) -> int:
     """For one request at least: then others are preempted."""
     blocks = sum(
-        1 + -(-MODEL_LEN // spec.block_size)
-        for spec in drawn.specs.values()  # more than there are groups
+        (1 + -(-MODEL_LEN // spec.block_size)) * (6 if isinstance(spec, HiddenStateCacheSpec) else 1)
+        for spec in drawn.specs.values()  # more than there are groups; hidden states are wide
     )
     return 2 + int(blocks * random.choice((1.0, 1.4, 3.0)))
 
@@ -273,7 +273,7 @@ class Story:
         shared = known[: self.random.choice((len(known), self.random.randrange(1, 250)))]
         prompt = [*shared[: MODEL_LEN - 70], *self.tokens(self.random.randrange(1, 40))]
         self.number += 1
-        engine.add(str(self.number), prompt, self.random.choice((1, 3, 10, 24)))
+        engine.add(str(self.number), prompt, self.random.choice((1, 2, 6, 20)))
         self.counts["requests"] += 1
         for _ in range(self.random.randrange(6)):
             engine.step()
@@ -323,7 +323,7 @@ def tell(
         return Counter({"not suited": 1})
     story = Story(random, counts)
     with TemporaryDirectory() as folder, prepared(fault):
-        for life in range(random.choice((1, 2, 2)) if fault is None else 2):
+        for life in range(random.choice((1, 2)) if fault is None else 2):
             other = drawn.of_other_type() if life else None
             is_other = fault.other_type if fault is not None else random.random() < 0.3
             if other is not None and is_other:
@@ -334,7 +334,7 @@ def tell(
             start = replace(start, on_gpu=is_on_gpu and fault is None)
             try:
                 with started(model, Path(folder) / "store", drawn, start, fault) as engine:
-                    story.live(engine, random.randint(1, 4))
+                    story.live(engine, random.randint(1, 3))
             except NotServedError as error:
                 if life:
                     raise
