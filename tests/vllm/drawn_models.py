@@ -106,16 +106,12 @@ def _of_type(spec: Any, kv_type: str) -> Any:
     return replace(spec, dtype=NUMBERS.get(kv_type, torch.uint8), kv_quant_mode=mode)
 
 
-def attention(
-    random: Random, kind: type[Any], kv_type: str, block_tokens: int, **fields: Any
-) -> Any:
+def attention(random: Random, kind: type[Any], kv_type: str, block: int, **fields: Any) -> Any:
     """A layer with K and V of each head, as the kernels that take the type cut its pages."""
-    head = fields.pop("head_size", None) or random.choice((16, 32))
-    spec = kind(
-        block_size=block_tokens, num_kv_heads=fields.pop("num_kv_heads", None) or 2,
-        head_size=head, dtype=NUMBERS.get(kv_type, torch.uint8),
-        kv_quant_mode=get_kv_quant_mode(kv_type), **fields,
-    )  # fmt: skip
+    fields = {"num_kv_heads": 2, "head_size": 0, **fields}
+    fields["head_size"] = head = fields["head_size"] or random.choice((16, 32))
+    mode, number = get_kv_quant_mode(kv_type), NUMBERS.get(kv_type, torch.uint8)
+    spec = kind(block_size=block, dtype=number, kv_quant_mode=mode, **fields)
     if kv_type.startswith("nvfp4"):  # as FlashInfer's: K and V apart
         slots, size = 2 * spec.num_kv_heads, nvfp4_kv_cache_full_dim(head)
         return replace(spec, num_head_slots=slots, state_content_bytes=size)
@@ -125,210 +121,151 @@ def attention(
 
 
 def latent(
-    random: Random, kv_type: str, block_tokens: int, kind: type[Any] = MLAAttentionSpec,
-    **fields: Any,
-) -> Any:  # fmt: skip
+    random: Random, kv_type: str, block: int, kind: type[Any] = MLAAttentionSpec, **fields: Any
+) -> Any:
     """One latent a state; with scales behind it, if its type has them."""
     size = random.choice((24, 32, 48))
     if kv_type.endswith("_ds_mla"):
-        fields.update(state_content_bytes=size + 8, cache_dtype_str=kv_type)
-    return kind(
-        block_size=block_tokens, num_kv_heads=1, head_size=size,
-        dtype=NUMBERS.get(kv_type, torch.uint8), **fields,
-    )  # fmt: skip
+        fields |= {"state_content_bytes": size + 8, "cache_dtype_str": kv_type}
+    return one_head(block, size, NUMBERS.get(kv_type, torch.uint8), kind, **fields)
+
+
+def one_head(
+    block: int, size: int, number: torch.dtype = torch.uint8, kind: type[Any] = MLAAttentionSpec,
+    **fields: Any,
+) -> Any:  # fmt: skip
+    return kind(block_size=block, num_kv_heads=1, head_size=size, dtype=number, **fields)
 
 
 # ---- families --------------------------------------------------------------------------
 
-Family = Callable[[Random, str, int], Iterator[tuple[str, KVCacheSpec]]]
+Layers = Iterator[tuple[str, KVCacheSpec]]
+Family = Callable[[Random, str, int], Layers]
 """Makes the layers of one period of a model's pattern, given the type of KV and a block's tokens;
 a stage has some periods. What it draws is the same for all periods: it is given the same seed."""
 
 
-def full(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def full(random: Random, kv_type: str, block: int) -> Layers:
     spec = attention(random, FullAttentionSpec, kv_type, block)
     for i in range(random.randint(1, 2)):
         yield f"attn {i}", spec
 
 
-def sinks(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def sinks(random: Random, kv_type: str, block: int) -> Layers:
     yield "attn", attention(random, SinkFullAttentionSpec, kv_type, block, sink_len=block)
 
 
-def prompts(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def prompts(random: Random, kv_type: str, block: int) -> Layers:
     window = random.choice((8, 24, 40))
     yield "attn", attention(random, RSWASpec, kv_type, block, rswa_window=window)
 
 
-def windows(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
-    heads, head = random.choice((1, 2)), random.choice((16, 32))
-    length = random.choice((17, 32, 40, 100))
-    sizes = {"num_kv_heads": heads, "head_size": head}
+def windows(random: Random, kv_type: str, block: int) -> Layers:
+    sizes = {"num_kv_heads": random.choice((1, 2)), "head_size": random.choice((16, 32))}
+    sliding = {"sliding_window": random.choice((17, 32, 40, 100)), **sizes}
     for i in range(random.randint(1, 2)):
-        yield (
-            f"window {i}",
-            attention(random, SlidingWindowSpec, kv_type, block, sliding_window=length, **sizes),
-        )
+        yield f"window {i}", attention(random, SlidingWindowSpec, kv_type, block, **sliding)
     yield "attn", attention(random, FullAttentionSpec, kv_type, block, **sizes)
 
 
-def wide_windows(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def wide_windows(random: Random, kv_type: str, block: int) -> Layers:
     """Heads of two sizes: vLLM makes the blocks of one kind larger, pads pages or packs them."""
-    length = random.choice((24, 40, 64))
-    yield (
-        "window",
-        attention(
-            random, SlidingWindowSpec, kv_type, block, sliding_window=length, num_kv_heads=2,
-            head_size=16,
-        ),
-    )  # fmt: skip
-    sizes = random.choice(((2, 32), (4, 16), (1, 16)))
-    yield (
-        "attn",
-        attention(
-            random, FullAttentionSpec, kv_type, block, num_kv_heads=sizes[0], head_size=sizes[1]
-        ),
-    )
+    sliding = {"sliding_window": random.choice((24, 40, 64)), "head_size": 16}
+    yield "window", attention(random, SlidingWindowSpec, kv_type, block, **sliding)
+    heads, size = random.choice(((2, 32), (4, 16), (1, 16)))
+    sizes = {"num_kv_heads": heads, "head_size": size}
+    yield "attn", attention(random, FullAttentionSpec, kv_type, block, **sizes)
 
 
-def two_windows(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def two_windows(random: Random, kv_type: str, block: int) -> Layers:
     sizes = {"num_kv_heads": 1, "head_size": 16}
-    short, long = random.choice(((24, 64), (32, 100)))
-    for name, length in (("short", short), ("long", long)):
-        yield (
-            name,
-            attention(random, SlidingWindowSpec, kv_type, block, sliding_window=length, **sizes),
-        )
+    lengths = random.choice(((24, 64), (32, 100)))
+    for name, length in zip(("short", "long"), lengths, strict=True):
+        sliding = {"sliding_window": length, **sizes}
+        yield name, attention(random, SlidingWindowSpec, kv_type, block, **sliding)
     if random.random() < 0.6:
         yield "attn", attention(random, FullAttentionSpec, kv_type, block, **sizes)
 
 
-def hidden_states(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def hidden_states(random: Random, kv_type: str, block: int) -> Layers:
     """A drafter that keeps the model's hidden states, in a group of their own."""
     yield from windows(random, kv_type, block)
+    heads, number = random.choice((1, 3)), torch.bfloat16
     yield (
         "hidden",
-        HiddenStateCacheSpec(
-            block_size=block, num_kv_heads=random.choice((1, 3)), head_size=16,
-            dtype=torch.bfloat16,
-        ),
-    )  # fmt: skip
+        HiddenStateCacheSpec(block_size=block, num_kv_heads=heads, head_size=16, dtype=number),
+    )
 
 
-def window_alone(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def window_alone(random: Random, kv_type: str, block: int) -> Layers:
     length = random.choice((64, 100, 128))
     yield "window", attention(random, SlidingWindowSpec, kv_type, block, sliding_window=length)
 
 
-def local(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def local(random: Random, kv_type: str, block: int) -> Layers:
     sizes = {"num_kv_heads": random.choice((1, 2)), "head_size": 16}
-    length = block * random.choice((2, 4, 6))
-    kind = ChunkedLocalAttentionSpec
+    length, kind = block * random.choice((2, 4, 6)), ChunkedLocalAttentionSpec
     yield "local", attention(random, kind, kv_type, block, attention_chunk_size=length, **sizes)
     yield "attn", attention(random, FullAttentionSpec, kv_type, block, **sizes)
 
 
-def several_sizes(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def several_sizes(random: Random, kv_type: str, block: int) -> Layers:
     """All keep all tokens: one group, pages of several sizes."""
-    plain = attention(random, FullAttentionSpec, "bfloat16", block, head_size=32)
-    other = attention(random, FullAttentionSpec, kv_type, block, head_size=16)
-    yield "plain", plain
-    yield "other", other
+    yield "plain", attention(random, FullAttentionSpec, "bfloat16", block, head_size=32)
+    yield "other", attention(random, FullAttentionSpec, kv_type, block, head_size=16)
 
 
-def latents(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def latents(random: Random, kv_type: str, block: int) -> Layers:
     shards = random.choice((None, 1))
     yield "attn", latent(random, kv_type, block, max_tp_shards=shards)
 
 
-def compressed(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def compressed(random: Random, kv_type: str, block: int) -> Layers:
     ratio = random.choice((2, 4, 8))
     yield "attn", latent(random, kv_type, 2 * block, tokens_per_state=ratio)
 
 
-def indexed(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def indexed(random: Random, kv_type: str, block: int) -> Layers:
     shards = random.choice((None, 1))
     yield "attn", latent(random, kv_type, block, max_tp_shards=shards)
-    yield (
-        "indexer",
-        MLAAttentionSpec(
-            block_size=block, num_kv_heads=1, head_size=12, dtype=torch.uint8, max_tp_shards=shards
-        ),
-    )
+    yield "indexer", one_head(block, 12, max_tp_shards=shards)
 
 
-def latent_windows(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def latent_windows(random: Random, kv_type: str, block: int) -> Layers:
     seed, length = random.random(), random.choice((24, 40, 64))
-    window: Any = latent(
-        Random(seed), kv_type, block, SlidingWindowMLASpec, sliding_window=length
-    )  # fmt: skip
-    yield "window", window
+    kind = SlidingWindowMLASpec
+    yield "window", latent(Random(seed), kv_type, block, kind, sliding_window=length)
     yield "attn", latent(Random(seed), kv_type, block)
 
 
-def rings(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def rings(random: Random, kv_type: str, block: int) -> Layers:
     """GLM 5.3's kind and DeepSeek V4.1's: states of several tokens, a ring of those that are not in
     one, often a window that is computed again behind each hit."""
     ratio, block = random.choice((2, 4)), 2 * block
     yield "attn", latent(random, kv_type, block, tokens_per_state=random.choice((1, ratio)))
-    yield (
-        "indexer",
-        MLAAttentionSpec(
-            block_size=block, num_kv_heads=1, head_size=12, dtype=torch.uint8,
-            tokens_per_state=ratio,
-        ),
-    )  # fmt: skip
-    yield (
-        "ring",
-        CircularBufferSpec(
-            block_size=random.choice((ratio, 2 * ratio)), num_kv_heads=1, head_size=20,
-            head_size_v=0, dtype=torch.bfloat16, dcp_sharded=False,
-        ),
-    )  # fmt: skip
+    yield "indexer", one_head(block, 12, tokens_per_state=ratio)
+    size, scratch = random.choice((ratio, 2 * ratio)), {"head_size_v": 0, "dcp_sharded": False}
+    yield "ring", one_head(size, 20, torch.bfloat16, CircularBufferSpec, **scratch)
     if random.random() < 0.6:
-        yield (
-            "replayed",
-            SlidingWindowMLASpec(
-                block_size=16, num_kv_heads=1, head_size=24, dtype=torch.uint8,
-                sliding_window=random.choice((20, 40)), bounded_replay=True,
-            ),
-        )  # fmt: skip
+        replay = {"sliding_window": random.choice((20, 40)), "bounded_replay": True}
+        yield "replayed", one_head(16, 24, kind=SlidingWindowMLASpec, **replay)
 
 
-def compressors(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def compressors(random: Random, kv_type: str, block: int) -> Layers:
     """DeepSeek V4's kind: a window in each layer, states of several tokens in two sizes, and short
     windows of what is to be compressed, in blocks of few tokens."""
-    block = 4 * block
-    small, large = 4, random.choice((8, 16))
-    yield (
-        "window",
-        SlidingWindowMLASpec(
-            block_size=16, num_kv_heads=1, head_size=24, dtype=torch.uint8,
-            sliding_window=random.choice((20, 32)),
-        ),
-    )  # fmt: skip
-    for ratio in (small, large):
+    block, kind, number = 4 * block, SlidingWindowMLASpec, torch.float32
+    large, length = random.choice((8, 16)), random.choice((20, 32))
+    yield "window", one_head(16, 24, kind=kind, sliding_window=length)
+    for ratio, tokens, window in ((4, 4, 8), (large, 8, large)):
         yield f"attn {ratio}", latent(Random(1), kv_type, block, tokens_per_state=ratio)
-        yield (
-            f"compressor {ratio}",
-            SlidingWindowMLASpec(
-                block_size=4 if ratio == small else 8, num_kv_heads=1, head_size=12,
-                dtype=torch.float32, sliding_window=2 * ratio if ratio == small else ratio,
-            ),
-        )  # fmt: skip
-    yield (
-        "indexer",
-        MLAAttentionSpec(
-            block_size=block, num_kv_heads=1, head_size=12, dtype=torch.uint8,
-            tokens_per_state=small,
-        ),
-    )  # fmt: skip
+        yield f"compressor {ratio}", one_head(tokens, 12, number, kind, sliding_window=window)
+    yield "indexer", one_head(block, 12, tokens_per_state=4)
 
 
-def states(random: Random, kv_type: str, block: int) -> Iterator[tuple[str, KVCacheSpec]]:
+def states(random: Random, kv_type: str, block: int) -> Layers:
     """Recurrent layers beside attention, pages padded to one size as vLLM's platform does."""
     block *= random.choice((1, 2, 3))
-    spec: Any
     if random.random() < 0.6:
         spec = attention(random, FullAttentionSpec, kv_type, block)
     else:
@@ -383,19 +320,15 @@ def draw(random: Random) -> Drawn:
     if family in SHARE_TOKENS and random.random() < 0.25:
         tensor = random.choice((2, 2, 4)) if num_stages == 1 else 2
         decode, interleave = 2, random.choice((1, 2, 4, block))
-    stages: list[Specs] = []
-    for stage in range(num_stages):
-        periods = random.randint(1, 2)
-        stages.append(
-            {
-                f"stage {stage} period {period} {name}": spec
-                for period in range(periods)
-                for name, spec in make(Random(seed), kv_type, block)
-            }
-        )
+    stages = tuple(
+        {
+            f"stage {stage} period {period} {name}": spec
+            for period in range(random.randint(1, 2))
+            for name, spec in make(Random(seed), kv_type, block)
+        }
+        for stage in range(num_stages)
+    )
     chunk_tokens = random.choice((32, 64, 128))
     if family in ("window alone", "two windows"):  # a chunk is within the longest window
         chunk_tokens = min(chunk_tokens, 64)
-    return Drawn(
-        family, kv_type, layout, tuple(stages), tensor, decode, interleave, chunk_tokens
-    )  # fmt: skip
+    return Drawn(family, kv_type, layout, stages, tensor, decode, interleave, chunk_tokens)
