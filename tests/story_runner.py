@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -38,7 +38,7 @@ def tell_all(tell: Tell, first: int, count: int, jobs: int) -> Counter[str]:
     starts = range(first, first + count, _AT_ONCE)
     with ExitStack() as undo:
         if jobs == 1:
-            some = (tell_some(at, first + count, tell) for at in starts)
+            some: Iterator[Counter[str]] = (tell_some(at, first + count, tell) for at in starts)
         else:
             pool = multiprocessing.get_context("spawn").Pool(jobs, logging.disable)
             undo.enter_context(pool)

@@ -355,7 +355,7 @@ def tell(
 
 @contextmanager
 def prepared(fault: Fault | None) -> Iterator[None]:
-    """As on a platform where all types of KV are known; and what is the same in all stories, once."""
+    """All types of KV are known, and what all stories share is looked up once."""
     with ExitStack() as undo:
         undo.enter_context(mock.patch.object(support, "_is_cpu", return_value=False))
         undo.enter_context(mock.patch.object(namespace, "plugins", _plugins))
@@ -379,8 +379,8 @@ def started(
     with ExitStack() as undo:
         gpu = None
         if start.on_gpu:
-            # The fake calls Python and holds its lock meanwhile. A thread of the store that collects
-            # garbage would wait for that lock, with the interpreter's.
+            # The fake calls Python and holds its lock meanwhile. A thread of the store that
+            # collects garbage would wait for that lock, with the interpreter's.
             gc.disable()
             undo.callback(gc.enable)
             gpu = FakeGpu(start.seed)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from random import Random
 from typing import get_args
 
@@ -22,7 +24,7 @@ from tests.fake_driver import driver
 from tests.vllm import spec_stories
 from tests.vllm.drawn_models import FAMILIES, LAYOUTS, STATES, draw
 from tests.vllm.drawn_worker import WrongBytesError
-from tests.vllm.spec_faults import FAULTS
+from tests.vllm.spec_faults import FAULTS, Fault
 from tests.vllm.spec_stories import tell_one
 from tests.vllm.spec_story import tell
 
@@ -93,6 +95,21 @@ def test_a_fault_is_seen(name: str) -> None:
             return
         seed += 1
     raise AssertionError(f"{UNSEEN_MAX} stories do not see it")
+
+
+def test_where_nothing_is_planted_nothing_is_seen() -> None:
+    """The same stories in the same engine, also with all that makes room for a fault."""
+    other_rank = FAULTS["another rank's record"]
+    other_type = FAULTS["another type of KV under the same name"]
+    for harmless in (
+        Fault(lambda _: True),
+        replace(other_rank, place=lambda place: place),
+        replace(other_type, planted=nullcontext),
+    ):
+        told, seed = Counter[str](), 0
+        while told["with loads"] < 4:
+            told += tell(seed, spec_stories.model(), harmless)
+            seed += 1
 
 
 def test_the_command_counts_and_ends_at_what_is_wrong(
