@@ -39,7 +39,6 @@ from attnstore_vllm.connector.build import geometry_of
 from attnstore_vllm.connector.pipeline import PipelineStage
 from attnstore_vllm.connector.specs import layer_specs
 from attnstore_vllm.connector.support import reason_of_layers, reason_to_idle
-from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity import namespace, vllm_settings
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.engine import CopyEngine
@@ -60,10 +59,6 @@ from tests.vllm.test_async_scheduling import wait_until_quiet
 
 MODEL_LEN = 256
 LEFT_S = 60.0
-
-
-class NotServedError(Exception):
-    """vLLM makes no cache of such a model, or the store leaves it alone."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +144,8 @@ class DrawnEngine(StagedEngine):
     def _shapes(
         self, num_blocks: int, limits: Limits, num_ranks: int
     ) -> tuple[KVCacheConfig, Geometry]:
-        caches = caches_of(self.config, self.drawn)
+        of_ranks = [dict(stage) for stage in self.drawn.stages for _ in range(self.drawn.tensor)]
+        caches = get_kv_cache_configs(self.config, of_ranks, [1 << 40] * num_ranks)
         self.worker_type.caches = caches
         self.worker_type.kinds = tuple(
             kind_of(next(iter(layer_specs(group).values()))) for group in caches[0].kv_cache_groups
@@ -165,7 +161,7 @@ class DrawnEngine(StagedEngine):
         return cache, first
 
     def _geometries_of(self, caches: list[KVCacheConfig], cache: KVCacheConfig) -> list[Geometry]:
-        """Of each rank. Raises NotServedError."""
+        """Of each rank. The store serves all that is drawn."""
         settings = {
             "dram": "1GiB",
             "nvme": {"path": str(self._store_path), "capacity": "1GiB"},
@@ -173,20 +169,17 @@ class DrawnEngine(StagedEngine):
         }
         config = StoreConfig.parse(settings)
         for side in (cache, *caches):
-            if (why := reason_to_idle(self.config, side)) is not None:
-                raise NotServedError(why)
-        try:
-            of_stages = [
-                PipelineStage.of(geometry_of(self.config, caches[i * self.drawn.tensor], config))
-                for i in range(len(self.drawn.stages))
-            ]
-            stages = of_stages if len(of_stages) > 1 else ()
-            found = [geometry_of(self.config, one, config, stages) for one in caches]
-        except UnsupportedError as error:
-            raise NotServedError(str(error)) from error
+            why = reason_to_idle(self.config, side)
+            assert why is None, why
+        of_stages = [
+            PipelineStage.of(geometry_of(self.config, caches[i * self.drawn.tensor], config))
+            for i in range(len(self.drawn.stages))
+        ]
+        stages = of_stages if len(of_stages) > 1 else ()
+        found = [geometry_of(self.config, one, config, stages) for one in caches]
         for one, geometry in zip(caches, found, strict=True):
-            if (why := reason_of_layers(one, geometry.hit_tokens)) is not None:
-                raise NotServedError(why)
+            why = reason_of_layers(one, geometry.hit_tokens)
+            assert why is None, why
         return found
 
     def _shapes_of(self, rank: int, geometry: Geometry) -> tuple[Geometry, int]:
@@ -212,20 +205,6 @@ class DrawnEngine(StagedEngine):
         assert self._fault is not None
         # The worker is being made: it is given to the engine when there is one.
         return self._fault.engine(place, layouts, lambda rank: self.workers[rank])
-
-
-def caches_of(config: VllmConfig, drawn: Drawn) -> list[KVCacheConfig]:
-    """Of each rank. Raises NotServedError where vLLM makes none."""
-    of_ranks = [dict(stage) for stage in drawn.stages for _ in range(drawn.tensor)]
-    try:
-        made = get_kv_cache_configs(config, of_ranks, [1 << 40] * len(of_ranks))
-    except (AssertionError, NotImplementedError, ValueError) as error:
-        raise NotServedError(f"vLLM: {error}") from error
-    for one in made:
-        names = {name for group in one.kv_cache_groups for name in group.layer_names}
-        if not all(tensor.layers[0] in names for tensor in one.kv_cache_tensors):
-            raise NotServedError("vLLM: its stage has tensors of layers that are none of its own")
-    return made
 
 
 def num_blocks_for(random: Random, drawn: Drawn) -> int:
@@ -333,13 +312,8 @@ def tell(
             start = draw_start(random, drawn, num_blocks_for(random, drawn))
             is_on_gpu = start.on_gpu if on_gpu is None else on_gpu
             start = replace(start, on_gpu=is_on_gpu and fault is None)
-            try:
-                with started(model, Path(folder) / "store", drawn, start, fault) as engine:
-                    story.live(engine, random.randint(1, 3))
-            except NotServedError as error:
-                if life:
-                    raise
-                return Counter({"not served": 1, f"not served: {drawn.family}: {error}": 1})
+            with started(model, Path(folder) / "store", drawn, start, fault) as engine:
+                story.live(engine, random.randint(1, 3))
             counts["starts"] += 1
             counts["on a GPU"] += start.on_gpu
     shape = {

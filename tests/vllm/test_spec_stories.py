@@ -51,7 +51,6 @@ def tell_these(seeds: range) -> Counter[str]:
     found: Counter[str] = Counter()
     for seed in seeds:
         found += tell_one(seed)
-    assert found["stories"] == len(seeds), f"vLLM or the store serves some of them not: {found}"
     return found
 
 
