@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,8 +13,7 @@ import numpy as np
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
 from attnstore_vllm.connector import build
-from attnstore_vllm.index import sections
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.keys import SectionKeys, SequenceKeys
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Pages, StreamEvent
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -120,19 +119,15 @@ def other_rank(place: Place) -> Place:
     return address, slots, rank ^ 1, geometry
 
 
-def states_of_shorter_prefixes() -> AbstractContextManager[object]:
-    """Offered where there are none."""
-    real = sections._last_state
+def states_of_longer_prefixes() -> AbstractContextManager[object]:
+    """A state is named as if it had seen fewer tokens."""
+    named = SequenceKeys.name_up_to
 
-    def last_state(*arguments: Any) -> tuple[list[Piece], int]:
-        pieces, end = real(*arguments)
-        stop = arguments[4]
-        if pieces and end + AHEAD <= stop:
-            end += AHEAD
-            pieces = [replace(pieces[0], start=end - 1, stop=end)]
-        return pieces, end
+    def shorter(sequence: Any, number: int, tenant: bytes, stop: int) -> Any:
+        is_far = (stop - 1) % sequence.chunk_tokens >= AHEAD
+        return named(sequence, number, tenant, stop - AHEAD if is_far else stop)
 
-    return mock.patch.object(sections, "_last_state", last_state)
+    return mock.patch.object(SectionKeys, "name_up_to", shorter)
 
 
 def one_name_for_all() -> AbstractContextManager[object]:
@@ -159,7 +154,7 @@ FAULTS = {
     ),
     "layers in another order": Fault(has_layers_of_one_kind, layouts=lambda layouts: layouts[::-1]),
     "scales forgotten": Fault(has_scales, around=keep_scales),
-    "a state of another length": Fault(is_one_of("states"), planted=states_of_shorter_prefixes),
+    "a state of another length": Fault(is_one_of("states"), planted=states_of_longer_prefixes),
     "another type of KV under the same name": Fault(
         has_other_type, planted=one_name_for_all, other_type=True
     ),

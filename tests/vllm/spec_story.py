@@ -132,7 +132,7 @@ class DrawnEngine(StagedEngine):
         with_ranks(config.parallel_config, ranks)
 
     def _set(self, config: VllmConfig) -> None:
-        super()._set(config)
+        config.parallel_config.pipeline_parallel_size = len(self.drawn.stages)
         cache = config.cache_config
         cache.kv_cache_layout = self.drawn.layout
         cache.num_gpu_blocks_override = self._start.num_blocks
