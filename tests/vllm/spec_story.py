@@ -211,7 +211,7 @@ def num_blocks_for(random: Random, drawn: Drawn) -> int:
     """For one request at least: then others are preempted."""
     blocks = sum(
         (1 + -(-MODEL_LEN // spec.block_size))
-        * (6 if isinstance(spec, HiddenStateCacheSpec) else 1)
+        * (12 if isinstance(spec, HiddenStateCacheSpec) else 1)
         for spec in drawn.specs.values()  # more than there are groups; hidden states are wide
     )
     return 2 + int(blocks * random.choice((1.0, 1.4, 3.0)))
