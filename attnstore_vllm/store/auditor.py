@@ -270,10 +270,8 @@ class Auditor:
 
     def _doubted(self, pair: _Pair, hits: AuditedHits | None, *, differs: bool) -> list[Chunk]:
         """Chunks that go. Where bits are compared (no `hits`) what agrees is right."""
-        if pair.is_void or (hits is None and not differs):
-            return []
-        if hits is None:
-            return [pair.stored]
+        if hits is None or pair.is_void:
+            return [pair.stored] if differs and not pair.is_void else []
         return hits.doubted(pair.hit, pair.stored, differs=differs)
 
     def _tell(self, pair: _Pair, found: Difference) -> None:
