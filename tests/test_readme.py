@@ -350,3 +350,14 @@ def test_the_file_that_the_guides_have_written_leaves_a_clone_clean() -> None:
     asking = [path.name for path in PAGES if "> attnstore.yaml" in path.read_text(encoding="utf-8")]
     assert "README.md" in asking
     assert "/attnstore.yaml" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
+OUR_FILE = re.compile(
+    r"(?:tests|tools|benchmarks|csrc|attnstore_vllm|attnstore_lab)/[\w/.]+\.(?:py|cpp|cu|h|sh)\b"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
+def test_the_files_that_it_names_are_there(page: Path) -> None:
+    named = set(OUR_FILE.findall(page.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

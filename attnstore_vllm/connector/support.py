@@ -265,7 +265,8 @@ def _spares_loaded_blocks() -> bool:
 
 def _help(kv_cache_config: KVCacheConfig) -> str:
     """A flag with which such a model is served at once, where something does."""
-    if not may_keep_all([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]):
+    groups = kv_cache_config.kv_cache_groups
+    if not may_keep_all([spec for group in groups for spec in layer_specs(group).values()]):
         return ""
     return (
         ". With --disable-hybrid-kv-cache-manager it is served, at the price of KV for all tokens "

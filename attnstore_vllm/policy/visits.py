@@ -2,7 +2,7 @@
 """Visits: which stored chunks a request uses, for how long it asks to keep them, and by which runs
 they are remembered. A chunk is of the run that used it last. Pure: time is given.
 
-It is long since all rules of what one request's terms do to KV that others use stand together.
+It is long since it says for each way in which two requests can meet whose terms hold.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     begin()     the stored chunk is held, and a spare slot of DRAM is given to the copy
     copied()    the workers have filled it
     tick()      on the store's thread, some layers at a time: are they equal?
-                no: the chunk leaves all tiers, its bytes are kept aside, and it is told
+                no: the chunk leaves all tiers, and by distance what of the hit is behind it;
+                its bytes are kept aside, and it is told
     trial       what a tier brings up is not served before some of it has agreed (trial.py);
                 it differs: nothing of the tier is served
     stop_after  hits that disagreed: all is forgotten, and nothing is served any more
@@ -28,6 +29,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.kv_causes import cause_of
 from attnstore_vllm.policy.kv_compare import Blocks, Comparison, Difference
 from attnstore_vllm.policy.visits import unknown_run
+from attnstore_vllm.store.audited_hits import AuditedHits
 from attnstore_vllm.store.trial import TierTrial
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
@@ -89,6 +91,7 @@ class Auditor:
         """That is compared now. Of the store's thread alone, as the next two."""
         self._steps: Iterator[Difference | None] = iter(())
         self._found: Difference | None = None
+        self._hits = AuditedHits()
         self._bad_hits: set[int] = set()
         self._explained: int | None = None
         """The hit whose cause was looked for last. That costs as much as two comparisons."""
@@ -227,11 +230,13 @@ class Auditor:
         assert pair is not None
         residency, tier = context.residency, pair.stored.brought_by
         with context.progress:
+            is_void, differs = pair.is_void, found is not None
+            hits = None if self._comparison(pair).sides is None else self._hits
+            doubted = self._doubted(pair, hits, differs=differs)
             # A write that is under way would leave its record to the next start.
-            writes = [copy for copy in pair.stored.behind.values() if copy.state is State.WRITING]
-            if found is not None and writes and not pair.is_void:
+            copies = [copy for chunk in doubted for copy in chunk.behind.values()]
+            if any(copy.state is State.WRITING for copy in copies):
                 return False
-            is_void = pair.is_void
             if is_void:
                 residency.counts[Event.NOT_COMPARED] += 1
             elif found is None:
@@ -239,9 +244,12 @@ class Auditor:
                 self.trial.agreed(tier, pair.group)
             else:
                 residency.counts[Event.DIFFERED] += 1
+            if hits is not None and not is_void:
+                hits.note(pair.hit, pair.stored, differs=differs)
+            for chunk in doubted:
                 for io in self._tiers:
-                    io.forget(pair.stored)
-                residency.drop(pair.stored)
+                    io.forget(chunk)
+                residency.drop(chunk)
             fails = found is not None and not is_void and self.trial.is_open(tier)
         if found is not None and not is_void:
             self._tell(pair, found)
@@ -259,6 +267,12 @@ class Auditor:
             io.submit()
         self._pair, self._steps, self._found = None, iter(()), None
         return True
+
+    def _doubted(self, pair: _Pair, hits: AuditedHits | None, *, differs: bool) -> list[Chunk]:
+        """Chunks that go. Where bits are compared (no `hits`) what agrees is right."""
+        if hits is None or pair.is_void:
+            return [pair.stored] if differs and not pair.is_void else []
+        return hits.doubted(pair.hit, pair.stored, differs=differs)
 
     def _tell(self, pair: _Pair, found: Difference) -> None:
         """Say it, and keep the bytes. The slots are held."""

@@ -65,6 +65,8 @@ class EngineSpec:
     """More settings of the store."""
     vllm: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of vllm.LLM."""
+    before: Callable[[], object] | None = None
+    """Called in the engine's process before it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         from vllm import LLM
 
+        if spec.before is not None:
+            spec.before()
         name = "-".join(str(x) for x in (spec.shape.hidden, spec.shape.heads, spec.shape.kv_heads))
         model = make_model(spec.models / f"model-{name}", spec.shape)
         arguments: dict[str, Any] = {

@@ -85,9 +85,10 @@ class ScriptedEngine:
         make_engine: MakeEngine | None = None, num_ranks: int = 1, **settings: Any,
     ) -> None:  # fmt: skip
         config = _vllm_config(model, store, depth, drafts, policy, limits, num_ranks, settings)
-        cache, geometry = self._shapes(num_blocks, limits, num_ranks)
+        self.config = config
         self._set(config)
         self._spread(config)
+        cache, geometry = self._shapes(num_blocks, limits, num_ranks)
         config.cache_config.num_gpu_blocks = num_blocks
         transfer = config.kv_transfer_config
         assert transfer is not None

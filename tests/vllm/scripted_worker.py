@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -132,13 +133,9 @@ class ScriptedWorker:
         rank: int = 0,
         first_layer: int = 0,
     ) -> None:
-        regions = geometry.layer_names
-        self.names = list(regions)
-        self.tensors = [
-            torch.zeros((num_blocks, BLOCK, TOKEN_KV), dtype=torch.uint8)
-            for _ in range(geometry.num_layers)
-        ]
-        self.hbm: list[Kv] = [tensor.numpy() for tensor in self.tensors]
+        self.names = list(geometry.layer_names)
+        self.rank = rank
+        kv_caches = self._allocate(geometry, num_blocks)
         self.loaded_tokens = 0
         self.encoded: dict[str, str] = {}
         """What the encoder has of a picture, by the name that vLLM has for it."""
@@ -173,12 +170,19 @@ class ScriptedWorker:
             pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0, part=part
         )
         self.side.make = make_engine
-        self.side.register_kv_caches(
-            {name: self.tensors[region] for name, region in regions.items()}, kernel="scripted"
-        )
+        self.side.register_kv_caches(kv_caches, kernel="scripted")
 
     block = BLOCK
     """Tokens of a block, as the scheduler counts them."""
+
+    def _allocate(self, geometry: Geometry, num_blocks: int) -> dict[str, torch.Tensor]:
+        """HBM: the KV tensor of each layer."""
+        tensors = [
+            torch.zeros((num_blocks, BLOCK, TOKEN_KV), dtype=torch.uint8)
+            for _ in range(geometry.num_layers)
+        ]
+        self.hbm: list[Any] = [tensor.numpy() for tensor in tensors]
+        return {name: tensors[region] for name, region in geometry.layer_names.items()}
 
     def _part(self, rank: int) -> str:
         """Which of them this rank has; "": all."""

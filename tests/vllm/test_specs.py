@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MambaSpec,
     SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_spec_registry import (
     _REGISTRY_KVCACHESPEC_LIST,
@@ -207,6 +208,14 @@ def test_hisparse_is_idle_by_its_properties(config: Any) -> None:
     for side in sides:
         side.kv_cache_groups[0].host_resident = True
         assert "host's memory" in str(reason_to_idle(config, side))
+
+
+def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any) -> None:
+    wide = replace(FULL, head_size=2 * FULL.head_size)
+    layers = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": wide})
+    groups = [KVCacheGroupSpec(["a", "b"], layers), KVCacheGroupSpec(["c"], FULL)]
+    reason = reason_to_idle(config, KVCacheConfig(8, [], groups))
+    assert "pages of its groups have" in str(reason)
 
 
 def test_scratch_alone_is_nothing() -> None:

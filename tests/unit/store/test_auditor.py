@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
@@ -18,7 +19,7 @@ from attnstore_vllm.cli.inspect import show_audits
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.kv_causes import ALL_DIFFER
-from attnstore_vllm.policy.kv_compare import Comparison, Unit
+from attnstore_vllm.policy.kv_compare import Comparison, Side, Unit
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
 from attnstore_vllm.tiers.remote_io import RemoteIo
@@ -38,6 +39,8 @@ from tests.helpers import (
 
 BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8), Unit(0, 1, PAYLOAD_BYTES // 2, 1024)], None)
 """Two layers of 4 blocks."""
+NUMBERS = np.arange(PAYLOAD_BYTES // 16).reshape(1, 1, -1)
+BY_DISTANCE = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8)], [Side("K", "float16", NUMBERS)])
 ALL = [range(4)]
 SECRET = 4242
 """A token that no file and no line may have."""
@@ -120,6 +123,30 @@ def test_what_differs_leaves_all_tiers_also_for_the_next_start(
     (line,) = [record.getMessage() for record in caplog.records]
     assert chunk.name.key.hex()[:16] in line and "rank 0, layer 1: other bits" in line
     assert str(SECRET) not in line
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_what_is_behind_it_goes_too(
+    open_rig: Rigs, tmp_path: Path, order: Sequence[int], is_exact: bool
+) -> None:
+    """KV that was computed of wrong KV may differ by less than the bound. Bit for bit it cannot."""
+    rig, _ = audited(open_rig, tmp_path)
+    assert rig.store.audit is not None
+    if not is_exact:
+        rig.store.audit.comparisons[0] = BY_DISTANCE
+    names = names_of(sequence_of(conversation(1, 48)))
+    bits = [np.frombuffer(payload_of(name), np.uint16) & 0x3FFF for name in names]  # finite
+    for name, numbers in zip(names, bits, strict=True):
+        assert rig.put(name, numbers.tobytes()) is not None
+    chunks = [rig.chunk(name) for name in names]
+    other = stored(rig, conversation(2))
+    for number in order:
+        wrong = bits[number] ^ np.uint16(0x8000 if number == 1 else 0)  # every number's sign
+        compare(rig, chunks[number], wrong.tobytes())
+    assert [chunk.dropped for chunk in chunks] == [False, True, not is_exact]
+    assert not other.dropped
+    assert outcomes(rig) == {"agreed": 2, "differed": 1}
 
 
 def test_the_bytes_are_kept_for_their_owner_alone(open_rig: Rigs, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -28,11 +27,10 @@ def test_a_story_is_the_same_each_time() -> None:
 
 
 def test_the_command_counts_and_ends_at_what_is_wrong(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "found.json"
-    assert cuda_stories.main(["--stories", "3", "--jobs", "1", "--out", str(out)]) == 0
-    assert '"stories": 3' in out.read_text()
+    assert cuda_stories.main(["--stories", "3", "--jobs", "1", "--json"]) == 0
+    assert '"stories": 3' in capsys.readouterr().out
     monkeypatch.setattr(cuda_stories, "tell", lambda seed: 1 // 0)
     assert cuda_stories.main(["--stories", "3", "--first", "5", "--jobs", "1"]) == 1
     assert re.search("story 5: ZeroDivisionError", capsys.readouterr().out)
