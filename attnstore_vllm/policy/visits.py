@@ -307,9 +307,7 @@ def visit_of(
     *earlier, (_, shared) = parts
     own = run(num_shared, len(marks), own_lease, is_shared=False)
     own.before, own.follows = shared, 0 if is_other else own_number
-    joints = [run.num_joint for run in {*last_runs} if run is not None]
-    num_found = len(last_runs) - ends_cut
-    own.num_joint = num_found if is_other else min(num_found, max(joints, default=0))
+    own.num_joint = _num_joint(last_runs[: len(last_runs) - ends_cut], is_other=is_other)
     before_tokens = before.num_tokens if before is not None else 0
     is_cut = ends_cut and 0 < num_shared == len(last_runs)
     cut = replace(shared, lease=own_lease) if is_cut and own_lease is not None else None
@@ -368,6 +366,12 @@ def _num_shared(last_runs: Sequence[Run | None], own: int | None, *, joint: bool
         if run is None or not (is_joint or run.is_shared or run.number != own):
             return number
     return len(last_runs)
+
+
+def _num_joint(last_runs: Sequence[Run | None], *, is_other: bool) -> int:
+    """Run.num_joint of a request that has found these whole chunks."""
+    known = max([run.num_joint for run in {*last_runs} if run is not None], default=0)
+    return len(last_runs) if is_other else min(len(last_runs), known)
 
 
 def goes_on_from(run: Run, before: Run) -> bool:
