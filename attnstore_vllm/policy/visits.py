@@ -112,9 +112,6 @@ class Run:
     is_known: bool = True
     """It is a request's. Else of what others or an earlier process have left: of whom is not known.
     """
-    num_joint: int = 0
-    """So many leading chunks of its request may be another conversation's, too: one that asks for
-    less shares them. Where none does they count as its own."""
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
@@ -274,10 +271,9 @@ def visit_of(
     """
     before = estimator.arrive(marks, now)
     asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
-    is_other = alike is not None and not _goes_on(last_runs, before, alike)
+    is_other = asks_for_less and alike is not None and not _goes_on(last_runs, before, alike)
     own_number = before.number if before is not None else 0
-    whose = None if asks_for_less and is_other else own_number
-    num_shared = _num_shared(last_runs, whose, joint=asks_for_less)
+    num_shared = _num_shared(last_runs, None if is_other else own_number)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
     turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
     gap_s = now - before.since if before is not None else None
@@ -307,7 +303,6 @@ def visit_of(
     *earlier, (_, shared) = parts
     own = run(num_shared, len(marks), own_lease, is_shared=False)
     own.before, own.follows = shared, 0 if is_other else own_number
-    own.num_joint = _num_joint(last_runs[: len(last_runs) - ends_cut], is_other=is_other)
     before_tokens = before.num_tokens if before is not None else 0
     is_cut = ends_cut and 0 < num_shared == len(last_runs)
     cut = replace(shared, lease=own_lease) if is_cut and own_lease is not None else None
@@ -345,33 +340,22 @@ def _shared_leases(
 
 def _goes_on(last_runs: Sequence[Run | None], before: Before | None, alike: Alike) -> bool:
     """Whether a prompt seems to go on from the one before it. Short questions behind one system
-    prompt have the same whole chunks: so something of its own behind these must be the same, too.
-    """
+    prompt have the same whole chunks: so something behind these must be the same, too."""
     if before is None:
         return not alike.parts_within
-    behind = last_runs[before.depth] if len(last_runs) > before.depth else None
-    is_own = behind is not None and behind.number == before.number
-    return is_own and before.num_tokens <= alike.num_tokens
+    return len(last_runs) > before.depth and before.num_tokens <= alike.num_tokens
 
 
-def _num_shared(last_runs: Sequence[Run | None], own: int | None, *, joint: bool) -> int:
+def _num_shared(last_runs: Sequence[Run | None], own: int | None) -> int:
     """How many of the leading chunks other conversations use too.
 
     Args:
         own: the run of its own conversation; None: all runs are of others.
-        joint: those of its own count that may be another's.
     """
     for number, run in enumerate(last_runs):
-        is_joint = joint and run is not None and number < run.num_joint
-        if run is None or not (is_joint or run.is_shared or run.number != own):
+        if run is None or not (run.is_shared or run.number != own):
             return number
     return len(last_runs)
-
-
-def _num_joint(last_runs: Sequence[Run | None], *, is_other: bool) -> int:
-    """Run.num_joint of a request that has found these whole chunks."""
-    known = max([run.num_joint for run in {*last_runs} if run is not None], default=0)
-    return len(last_runs) if is_other else min(len(last_runs), known)
 
 
 def goes_on_from(run: Run, before: Run) -> bool:
@@ -398,44 +382,20 @@ def used_by_both(run: Run, before: Run, now: float) -> Run:
     return replace(run, is_shared=True, priority=priority, lease=lease)
 
 
-def _note_joint(run: Run, before: Run, number: int) -> None:
-    """Two conversations have computed this chunk, if these are of two."""
-    if run is before or not run.is_known:
-        return
-    is_same = goes_on_from(run, before) or 0 < run.number == before.number or not before.is_known
-    if not is_same or before.is_shared or number < before.num_joint:
-        run.num_joint = max(run.num_joint, number + 1)
-
-
 class JointRuns:
     """used_by_both() of one chunk after another: the chunks of two runs get one run, since of a run
     the deepest chunk leaves first. It remembers the last two."""
 
     def __init__(self) -> None:
-        self._asked: tuple[Run, Run, bool] | None = None
+        self._runs: tuple[Run, Run] | None = None
         self._joint: Run | None = None
 
-    def of(self, run: Run, before: Run, now: float, number: int, *, yields: bool) -> Run:
-        """The run of chunk `number`, which a request of `run` has computed and one of `before` has
-        left: one of them, or another one where none of them is kept as both said.
-
-        Args:
-            yields: that it is saved is no use of it.
-        """
-        asked, whose = (run, before, yields), run
-        if yields or run.since < before.since:  # by one that came before it is no older
-            run, before = before, run
-            if 0 < run.number == before.number:
-                return run  # a prefetch or the end of a pin has renewed it
-        _note_joint(run, before, number)
-        joint, last = used_by_both(run, before, -math.inf if yields else now), self._joint
+    def of(self, run: Run, before: Run, now: float) -> Run:
+        joint, last = used_by_both(run, before, now), self._joint
         if joint is run:
             return run
-        if last is None or self._asked != asked:
-            if joint.lease is not None and joint.lease is run.lease is not whose.lease:
-                joint.lease = Lease(joint.lease.ttl_s, joint.lease.expires)  # not all of that run's
-            self._asked, self._joint = asked, joint
-            joint.used_at = run.used_at
+        if last is None or self._runs != (run, before):
+            self._runs, self._joint = (run, before), joint
             return joint
         if joint.lease is not None and last.lease is not None:
             last.lease.expires = max(last.lease.expires, joint.lease.expires)

@@ -162,11 +162,9 @@ class Strategy(ABC):
         else:
             of_run: dict[Run, list[Chunk]] = {run: [] for run in visit.runs}
             residency.use_moved([p.chunk for p in used if p.first is not None], visit)
-            placed = [(p.start // size, p.chunk, is_first) for p in used if p.first is None]
-            met = {p.chunk for p in pieces} if is_first and ends else ()
-            tails = [(at // size, end, end in met) for end in ends]
-            for number, chunk, was_met in (*placed, *tails):
-                if was_met:
+            placed = [(p.start // size, p.chunk) for p in used if p.first is None]
+            for number, chunk in (*placed, *((at // size, end) for end in ends)):
+                if is_first:
                     run = visit.used_run(number)
                 else:
                     run = visit.joined(number, residency.run_of(chunk), residency.now)

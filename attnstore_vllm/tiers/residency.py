@@ -283,7 +283,10 @@ class Residency:
         if known is not None and low_value:
             return None  # another run may think more of it
         if known is not None:
-            self._use_computed(known, run, yields=yields)
+            before = self.run_of(known)
+            if not yields and (run is None or run.since >= before.since):
+                # by one that came before it is no older
+                self.use([known], run and self._joint.of(run, before, self.now))
             # It takes no room from what waits to be read or written: it can be read again.
             is_here = known.dram.state is not State.ABSENT
             again |= known.behind.keys() <= self._asked  # others have it, or say so
@@ -316,18 +319,6 @@ class Residency:
         else:
             self.pinning.spread(chunk, self.now)
         return chunk
-
-    def _use_computed(self, chunk: Chunk, run: Run | None, *, yields: bool) -> None:
-        """A request has computed what is stored. If one that came later uses it, it is no newer."""
-        before = self.run_of(chunk)
-        is_last = run is None or run.since >= before.since
-        if run is not None:
-            number = chunk.name.position // self.index.chunk_tokens
-            run = self._joint.of(run, before, self.now, number, yields=yields)
-        if not yields and (is_last or run is not before):
-            self.use([chunk], run)
-        elif run is not None and run is not before:
-            self._move([chunk], run)
 
     def _known(self, name: ChunkName) -> Chunk | None:
         """The stored chunk of this name. One that has expired is dropped: no look-up has met it,

@@ -9,17 +9,13 @@ Method: each history plays requests that share beginnings, answers and tails, in
 any time. The Oracle knows each chunk's last use by what requests did, and asks the store nothing.
 After each step no lease in the store may end later than the oracle says, be it found or not: so a
 fault is seen when it is made. Leases may end earlier (docs/faults.md says when, each a loss).
-
-The other bound: what several conversations use is kept for none of them for less than he said, and
-is worth no less, unless the conversation itself goes on. Users knows who used what.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from random import Random
 
 import pytest
@@ -27,7 +23,6 @@ import pytest
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.nvme.slab import Slab
@@ -131,63 +126,10 @@ class Request:
         of_tokens_s, end = self.shared(name.position // CHUNK_TOKENS)
         return max(ttl_s, of_tokens_s), end
 
-    @property
-    def asks_for_less(self) -> bool:
-        return self.terms.ttl_s is not None or self.terms.priority < Priority.NORMAL
-
-    def goes_on_from(self, other: Request) -> bool:
-        """Whether it is of the other's conversation (docs/hints.md): text of that behind their
-        common whole chunks is its own, up to the last block of the other's prompt."""
-        prompt = self.tokens[: self.num_prompt]
-        common = num_common(prompt, other.tokens)
-        hit = min(common, self.num_prompt - 1, other.num_prompt - 1)
-        whole = hit // CHUNK_TOKENS * CHUNK_TOKENS
-        return common > whole and common >= other.num_prompt - GRAIN
-
     def names(self) -> list[ChunkName]:
         sequence = sequence_of(self.tokens)
         count = -(-len(self.tokens) // CHUNK_TOKENS)
         return [name_of(sequence, number) for number in range(count)]
-
-
-def num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = zip(first, second, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-class Users:
-    """Up to when each chunk is kept at the least, by who used it. A request that asks for less says
-    so of its own conversation alone. Who a chunk is of is not known after a restart."""
-
-    def __init__(self) -> None:
-        self.of: dict[Key, dict[Request, float]] = {}
-        self.since: dict[Key, float] = {}
-        """When the request or the prefetch came that found or computed it last: a save by one that
-        came before is no newer use."""
-
-    def gone(self, key: Key) -> None:
-        """What is computed now is another chunk."""
-        self.of.pop(key, None)
-        self.since.pop(key, None)
-
-    def meet(self, key: Key, request: Request) -> None:
-        """The request has found it, or the beginning of it."""
-        users = self.of.setdefault(key, {})
-        self.since[key] = max(self.since.get(key, 0.0), request.since)
-        if request.asks_for_less:
-            for other in [other for other in users if request.goes_on_from(other)]:
-                del users[other]
-
-    def use(self, key: Key, request: Request, now: float) -> None:
-        """Args: now: its last use by the request."""
-        self.meet(key, request)
-        self.of[key][request] = max(self.of[key].get(request, 0.0), now + request.ttl_s)
-
-    def least(self, key: Key, now: float) -> tuple[float, Priority]:
-        """Up to when it is found, and what it is worth, at the least."""
-        users = {user: end for user, end in self.of.get(key, {}).items() if end > now}
-        worth = max((user.terms.priority for user in users), default=Priority.ENDED)
-        return max(users.values(), default=0.0), min(worth, Priority.NORMAL)
 
 
 class Oracle:
@@ -202,7 +144,6 @@ class Oracle:
 
     def __init__(self, *, moves: bool) -> None:
         self.kept: dict[Key, Kept] = {}
-        self.users = Users()
         self.waiting: list[Request] = []
         self._moves = moves
 
@@ -224,11 +165,6 @@ class Oracle:
             self.use(key, now, ttl_s, by)
         else:
             self.kept[key] = Kept(max(end, now + ttl_s), ttl_s, by)
-
-    def share(self, key: Key, ttl_s: float, by: Request) -> None:
-        """The request computed it too, while it lived. That it is saved later is no use."""
-        kept = self.kept[key]
-        kept.ttl_s, kept.ends = max(kept.ttl_s, ttl_s), max(kept.ends, by.ended_at + ttl_s)
 
     def activity(self, request: Request, now: float) -> None:
         """The request lives: all that it has found and computed is in use by it all the time,
@@ -262,15 +198,11 @@ class Oracle:
             kept = self.kept[piece.chunk.name.key]
             kept.ends, found[piece.chunk.name.key] = max(kept.ends, end), max(kept.ttl_s, ttl_s)
         for key in tails:  # one that is used with others' beginning is kept as long as that
-            self.users.meet(key, request)
             if self.is_alive(key, now):
                 found.setdefault(key, longest_here)
         for key, ttl_s in found.items():
             self.kept[key].renew(now, ttl_s)
             self.kept[key].by = request
-        for piece in spine:
-            use = self.users.meet if piece.stop % CHUNK_TOKENS else partial(self.users.use, now=now)
-            use(piece.chunk.name.key, request)
         self.activity(request, now)  # what it found before, too: accepted in docs/faults.md
         request.used |= found
         request.wants = {piece.chunk.name.key for piece in pieces}
@@ -281,14 +213,11 @@ class History:
 
     weights: Mapping[str, float] = WEIGHTS
     """By step, how often it is taken."""
-    renews_alone = False
-    """Some uses are of no request: of these is not told when they were."""
     num_texts = 5
     """Texts that a new one leaves."""
 
     def __init__(self, seed: int, eviction: str, clock: Clock | None = None) -> None:
         self.rng = rng = Random(seed)
-        self.priorities = Random(seed)
         self.clock = clock or Clock()
         self.eviction = eviction
         self.server_ttl_s = self.server_ttl()
@@ -300,8 +229,6 @@ class History:
         """All tokens up to the end of each chunk that was saved."""
         self.sections: dict[Key, list[int]] = {}
         """The same of other groups than the spine."""
-        self.made_low: set[Key] = set()
-        """Chunks that have been made less worth at the end of a request."""
         self.num_requests = self.num_tokens = 0
         self.texts = [self.more(48)]
         self.running: list[Request] = []
@@ -374,8 +301,7 @@ class History:
         request = Request(
             self.num_requests, text, cut, min(ttls, default=math.inf), lookup, self.clock.now
         )
-        worth = self.priorities.choice([Priority.NORMAL] * 4 + [Priority.LOW, Priority.ENDED])
-        request.terms = replace(self.terms(own, ttls), priority=worth)
+        request.terms = self.terms(own, ttls)
         waits = rng.random() < 0.4
         if waits:
             with self.rig.store.queue() as queue:
@@ -384,8 +310,7 @@ class History:
         pieces, request.visit = self.rig.store.arrive(request.id, lookup, cut, 1, request.terms)
         self.say(
             f"{request.id} arrives: {text[0]}..{text[cut - 1]} ({cut} of {len(text)}), ttl "
-            f"{own}, pin {request.terms.pin_s}, {worth.name}, waits {waits}, "
-            f"finds {self.ends_of(pieces)}"
+            f"{own}, pin {request.terms.pin_s}, waits {waits}, finds {self.ends_of(pieces)}"
         )
         self.check_found(pieces)
         self.oracle.look(request, pieces, tails, self.clock.now)
@@ -433,7 +358,6 @@ class History:
         self.check_found(pieces)
         for key in {*tails, *(piece.chunk.name.key for piece in pieces)}:
             self.oracle.use(key, self.clock.now, 0.0, None)
-            self.oracle.users.since[key] = self.clock.now
 
     def tails(self, tokens: Sequence[int], stop: int) -> Iterator[Key]:
         """Stored tails with an end whose whole blocks stand in these tokens: they are used by who
@@ -507,20 +431,12 @@ class History:
         # It may have ended earlier than the oracle says: then it is computed anew.
         was_alive &= store.residency.num_expired == num_expired
         ttl_s, end = request.kept_by(name, group)
-        users = self.oracle.users
-        if not was_known or store.residency.num_expired > num_expired:
-            users.gone(name.key)
-        if group == 0 and (chunk is not None or (was_known and not low_value)):
-            is_last = request.since >= users.since.get(name.key, 0.0) and not self.renews_alone
-            users.use(name.key, request, now if is_last and not yields else request.since)
         if chunk is not None:
             of_group = self.names if group == 0 else self.sections
             of_group[name.key] = request.tokens[: name.position + name.num_tokens]
             self.saving.append(chunk)
         if not yields:
             self.oracle.activity(request, now)
-        elif was_alive and not low_value:
-            self.oracle.share(name.key, ttl_s, request)
         if chunk is not None:
             at = request.ended_at if yields else now
             if not (yields and was_alive):
@@ -548,7 +464,6 @@ class History:
         chunks = self.rng.sample(chunks, self.rng.randint(0, min(2, len(chunks))))
         if chunks and self.rng.random() < 0.5:
             self.rig.store.make_low_priority(chunks)
-            self.made_low |= {chunk.name.key for chunk in chunks}
         else:
             chunks = []
         self.say(f"{request.id} ends, less worth: {[chunk.name.position for chunk in chunks]}")
@@ -573,7 +488,6 @@ class History:
         image, self.device = self.device.image, MemoryDevice(len(self.device.image))
         self.device.image[:] = image
         self.running, self.rests, self.oracle.waiting = [], [], []
-        self.oracle.users = Users()
         self.rig = self.open_rig(found_slab(image))
         for _ in range(self.rng.choice([1, 8])):
             self.rig.store.tick()
@@ -613,19 +527,6 @@ class History:
                 f"{tokens[0]}..{tokens[-1]} may be found for "
                 f"{ends - kept.ends} s too long ({ends - 1000} for {kept.ends - 1000})"
             )
-            self.check_least(chunk)
-
-    def check_least(self, chunk: Chunk) -> None:
-        if self.eviction == "fifo":
-            return  # uses of what is on NVMe do not count (docs/faults.md)
-        name, run = chunk.name, self.rig.store.residency.run_of(chunk)
-        least, worth = self.oracle.users.least(name.key, self.clock.now)
-        ends = math.inf if run.lease is None else run.lease.expires
-        tokens = (self.names | self.sections)[name.key]
-        what = f"tokens {name.position} to {name.position + name.num_tokens} of {tokens[-1]}"
-        assert ends >= least - 1e-6, f"{what} are found till {ends - 1000}, not {least - 1000}"
-        if name.key not in self.made_low:
-            assert run.priority >= worth, f"{what} are worth {run.priority.name}, not {worth.name}"
 
 
 SEEDS = [range(80), pytest.param(range(80, 2000), marks=pytest.mark.long)]

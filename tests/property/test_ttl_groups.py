@@ -2,7 +2,7 @@
 """The histories of test_ttl.py with pins, with several KV cache groups, and with moved KV.
 
 Goal: neither a pin nor a section, nor a use of KV at another position, makes KV be found that no
-request has used for its ttl, and none is lost before.
+request has used for its ttl.
 Method: as there. A pin is of the time that hints.py gives it, no longer than a ttl of its request.
 A chunk may be found until its lease or its pin ends, and neither may end after the oracle says.
 """
@@ -35,9 +35,7 @@ GROUPS = {
 
 
 class PinnedHistory(History):
-    """Some requests pin. The end of a pin is a use, too."""
-
-    renews_alone = True
+    """Some requests pin."""
 
     def options(self) -> dict[str, object]:
         return {**super().options(), "pinning": PinningConfig(share=0.5, tenant_share=0.5)}
