@@ -278,7 +278,7 @@ def starting(
     for rig in rigs:
         if rig.is_open:
             rig.until_idle()
-            rig.store.residency.check_integrity()
+            rig.store.check_integrity()
         rig.close()
 
 

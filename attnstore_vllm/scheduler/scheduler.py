@@ -648,7 +648,7 @@ class Scheduler:
         assert not self.plans.any_open()
         assert not self.stages.is_open
         assert not any(state.offered for state in self.requests.values())
-        self.store.residency.check_integrity()
+        self.store.check_integrity()
         assert self.store.residency.num_held() == 0
 
 

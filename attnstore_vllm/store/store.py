@@ -673,8 +673,7 @@ class Store:
     def gauges(self) -> dict[tuple[str, str], float]:
         """Values as they are now, as (name, label): value."""
         with self._lock:
-            dram = self.residency.dram
-            slot_bytes = self._context.pool.slot_bytes
+            dram, slot_bytes = self.residency.dram, self._context.pool.slot_bytes
             gauges = {
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
@@ -689,6 +688,11 @@ class Store:
         """Nothing in flight, nothing held, and nothing to write to a tier that is in use."""
         with self._lock:
             return self.thread.is_idle() and self.residency.num_held() == 0
+
+    def check_integrity(self) -> None:
+        """For tests: assert what residency asserts, while the thread changes nothing."""
+        with self._lock:
+            self.residency.check_integrity()
 
     def close(self) -> None:
         """Write back what is dirty, for CLOSE_DEADLINE_S at most; then stop."""

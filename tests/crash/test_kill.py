@@ -99,7 +99,7 @@ def test_kills_leave_only_whole_chunks(
             assert not lost, f"chunks {lost} were on NVMe and are gone"
         elif last - first > num_records:
             assert any(found.values()), "nothing at all was found"
-        store.residency.check_integrity()
+        store.check_integrity()
         assert store.residency.num_held() == 0
         store.close()
         assert not verify(directory, quiet=True).bad

@@ -334,7 +334,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.finish_save(0)
         self.device.release()
         self.device.settle()
-        self.rig.store.residency.check_integrity()
+        self.rig.store.check_integrity()
         assert self.rig.store.residency.num_held() == 0
         assert self.rig.store.is_idle()
         self.rig.close()

@@ -496,7 +496,7 @@ class History:
         self.do_finish_saves()
         for _ in range(4):
             self.rig.store.tick()
-        self.rig.store.residency.check_integrity()
+        self.rig.store.check_integrity()
         self.close_rig()
 
     # ---- what must hold ----------------------------------------------------------------

@@ -79,7 +79,7 @@ def open_shared(namespace: bytes) -> Iterator[Callable[..., Rig]]:
     yield open_it
     for rig in made:
         rig.close()
-        rig.store.residency.check_integrity()
+        rig.store.check_integrity()
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def open_with(namespace: bytes) -> Iterator[Callable[..., Rig]]:
     yield open_it
     for rig in made:
         rig.close()
-        rig.store.residency.check_integrity()
+        rig.store.check_integrity()
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

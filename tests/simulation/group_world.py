@@ -210,7 +210,7 @@ class GroupWorld:
                 self.arrive()
             self.step()
             if self.random.random() < 0.02:
-                self.store.residency.check_integrity()
+                self.store.check_integrity()
         self.come_to_rest()
         self.counts.update(self.disk.faults)
 

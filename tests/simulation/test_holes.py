@@ -88,7 +88,7 @@ def serve(trace: Trace, machine: Machine, policy: str = "attnstore") -> Server:
     server = Server(trace, machine, policy, hbm=PagedHbm(machine))
     server.run()
     assert server.store is not None
-    server.store.residency.check_integrity()
+    server.store.check_integrity()
     assert server.store.residency.num_held() == 0
     return server
 

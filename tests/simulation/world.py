@@ -114,7 +114,7 @@ class World:
         self.disk.now += self.random.choice((0.0, STEP_S, 10 * STEP_S, 1.0))
         self.store.tick()
         if self.random.random() < 0.05:
-            self.store.residency.check_integrity()
+            self.store.check_integrity()
 
     # ---- what requests do --------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class World:
             self.disk.now += 0.05
             self.store.tick()
         assert self.store.is_idle(), f"seed {self.seed}: does not come to rest"
-        self.store.residency.check_integrity()
+        self.store.check_integrity()
         for chunk in self.store.residency.index:
             assert chunk.dram.uses == 0, f"seed {self.seed}: held for good"
 

@@ -40,7 +40,7 @@ def open_rig() -> Iterator[Rigs]:
             assert isinstance(rig.device, MemoryDevice)
             rig.device.release()
             rig.device.settle()
-            rig.store.residency.check_integrity()
+            rig.store.check_integrity()
             assert rig.store.residency.num_held() == 0
         rig.close()
 

@@ -232,7 +232,7 @@ def test_a_server_of_a_model_with_groups(of: KvShape) -> None:
     server = Server(trace, machine, "attnstore")
     out = server.run()
     assert server.store is not None
-    server.store.residency.check_integrity()
+    server.store.check_integrity()
     assert server.store.is_idle()
     assert out.num_requests == len(trace.requests)
     assert 0.3 < out.history_hit_share <= 1

@@ -34,7 +34,7 @@ def run(
     out = hosts.run()
     for host in hosts.hosts:
         assert host.store is not None
-        host.store.residency.check_integrity()
+        host.store.check_integrity()
         assert not host.store.residency.look_ahead
         assert host.store.is_idle()
     assert sum(out.requests) == out.total.num_requests == len(trace.requests)

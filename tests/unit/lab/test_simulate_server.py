@@ -68,7 +68,7 @@ def run(trace: Trace, policy: str, machine: Machine = MACHINE, warmup: int = 0) 
     server = Server(trace, machine, policy, warmup=warmup)
     outcome = server.run()
     if server.store is not None:
-        server.store.residency.check_integrity()
+        server.store.check_integrity()
         assert server.store.is_idle()
         assert not server.store.residency.look_ahead
     return outcome

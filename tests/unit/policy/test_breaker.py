@@ -142,6 +142,6 @@ def test_a_hang_costs_the_chunk_and_the_tier_comes_back() -> None:
     until(lambda: store.gauges()["nvme_in_use", "reads"] == 1)
     until(lambda: store.gauges()["nvme_in_use", "writes"] == 1)
     put(9)
-    store.residency.check_integrity()
+    store.check_integrity()
     assert store.residency.num_held() == 0
     store.close()

@@ -387,7 +387,7 @@ def test_what_is_saved_while_recovery_runs_is_kept(open_rig: Rigs) -> None:
     device.settle()
     assert again.check_read(sequence_of(conversation(1))) == 3
     assert again.check_read(sequence_of(conversation(2))) == 3
-    again.store.residency.check_integrity()
+    again.store.check_integrity()
     again.close()
 
 

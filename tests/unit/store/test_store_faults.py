@@ -87,7 +87,7 @@ def open_faulty() -> Iterator[Open]:
 
     yield open_faulty
     for faulty in opened:
-        faulty.rig.store.residency.check_integrity()
+        faulty.rig.store.check_integrity()
         faulty.rig.close()
 
 
@@ -265,7 +265,7 @@ def test_dram_goes_on_when_the_device_dies(
     for number in range(20, 60):
         rig.put(name_of(sequence_of(tokens_of(number, 16)), 0))
         assert faulty.read(number) == right(number)
-        rig.store.residency.check_integrity()
+        rig.store.check_integrity()
     assert rig.store.is_idle()
     assert num_dirty(rig.store.residency) == 0, "what will never be written piles up"
 

@@ -101,7 +101,7 @@ def test_a_namespace_that_needs_all_room_pushes_the_other_out(start: Open) -> No
     for number in range(2, 12):
         other.put_all(sequence_of(tokens_of(number, 40)))
         other.until_idle()
-    other.store.residency.check_integrity()
+    other.store.check_integrity()
     assert other.check_read(sequence_of(tokens_of(11, 40))) == 3
     assert start().read(sequence_of(tokens_of(1, 40))) == []
 

@@ -238,5 +238,5 @@ def test_what_has_got_a_ttl_since_it_waits_is_not_written() -> None:
     for _ in range(8):
         rig.store.tick()
     assert not others.records
-    rig.store.residency.check_integrity()
+    rig.store.check_integrity()
     rig.pool.close()

@@ -45,7 +45,7 @@ def others() -> Others:
 def rig(others: Others) -> Iterator[Rig]:
     rig = memory_rig(more_tiers=(MakeRemoteDict(others),))
     yield rig
-    rig.store.residency.check_integrity()
+    rig.store.check_integrity()
     rig.close()
 
 

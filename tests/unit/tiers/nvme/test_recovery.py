@@ -72,7 +72,7 @@ def next_start(image: bytearray, device: Device, depth: int = 3) -> Iterator[Rig
     rig = Rig(device, found_slab(image), depth=depth)
     try:
         rig.until_idle()
-        rig.store.residency.check_integrity()
+        rig.store.check_integrity()
         yield rig
     finally:
         rig.close()
@@ -192,7 +192,7 @@ def test_what_is_saved_while_the_scan_goes_on_stays(monkeypatch: pytest.MonkeyPa
     ((_, payload),) = rig.read(sequence_of(tokens_of(3, CHUNK_TOKENS)))
     assert payload == payload_of(name(3))
     assert len(slots(rig)) == NUM_RECORDS
-    rig.store.residency.check_integrity()
+    rig.store.check_integrity()
     rig.close()
 
 
@@ -215,7 +215,7 @@ def test_a_reset_while_the_scan_goes_on_finds_nothing_more(
     rig.until(lambda: reset.is_over)
     rig.until_idle()
     assert slots(rig) == {}
-    rig.store.residency.check_integrity()
+    rig.store.check_integrity()
     rig.close()
     assert found(device) == {}
 

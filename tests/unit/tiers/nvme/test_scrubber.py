@@ -131,7 +131,7 @@ def open_cold() -> Iterator[Cold]:
         memory.release()
         rig.until_idle()
         rig.tick()  # a scrub that was in flight
-        rig.store.residency.check_integrity()
+        rig.store.check_integrity()
         assert rig.store.residency.nvme.num_used == len(rig.records), "a slot stays taken"
         assert all(chunk.at(NVME).uses == 0 for chunk in rig.store.residency.index)
         rig.close()

@@ -80,7 +80,7 @@ def pair(tmp_path: Path, sibling: PeerProcess) -> Iterator[tuple[PeerEngine, Pee
     here.wait_ready()
     yield here, sibling
     here.wait(here.is_idle)
-    here.store.residency.check_integrity()
+    here.store.check_integrity()
     here.close()
 
 
@@ -617,7 +617,7 @@ def test_books_are_checked(pair: Pair) -> None:
     assert here.tokens(1, LONG) == LONG
     assert isinstance(here.io.tier, PeersTier)
     here.wait(here.is_idle)  # its own NVMe is written meanwhile
-    here.store.residency.check_integrity()
+    here.store.check_integrity()
 
 
 class Stranger:

@@ -51,7 +51,7 @@ def here(tmp_path: Path, sibling: PeerProcess) -> Iterator[PeerEngine]:
     engine.wait_ready()
     yield engine
     engine.wait(engine.is_idle)
-    engine.store.residency.check_integrity()
+    engine.store.check_integrity()
     engine.close()
 
 

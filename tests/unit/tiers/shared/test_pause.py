@@ -25,7 +25,7 @@ def test_a_pause_is_of_the_stores_clock() -> None:
     clock.now += PAUSE_S
     shared.ripen(clock.now)
     assert len(shared.waiting) == 2
-    rig.store.residency.check_integrity()
+    rig.store.check_integrity()
     for io in rig.store.thread.tiers:
         io.cancel()
         io.close(1.0)
