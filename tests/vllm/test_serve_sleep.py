@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.prometheus import total
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, ask, ask_and_count, loaded, post, story
@@ -31,6 +33,10 @@ def sleep(server: VllmServer, level: int, mode: str) -> None:
     for path in (f"/sleep?level={level}&mode={mode}", "/wake_up"):
         status, answer = post(server, path)
         assert status == 200, f"{path}: {status}: {answer!r}\n{server.log_tail()}"
+
+
+def all_run(server: VllmServer, number: int) -> bool:
+    return total(server.metrics(), "vllm:num_requests_running") == number
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -60,6 +66,7 @@ def test_a_sleep_in_the_midst_of_answers(server: VllmServer) -> None:
         ]  # fmt: skip
         for thread in threads:
             thread.start()
+        serving.wait_until(partial(all_run, server, len(threads)), "all requests run", poll_s=0.02)
         sleep(server, 1, mode)
         for thread in threads:
             thread.join(serving.DEADLINE_S)
