@@ -135,28 +135,13 @@ def test_no_sentence_is_long(path: Path) -> None:
     assert not long, "\n".join(long)
 
 
-NAVIGATION = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
-PARAGRAPHS = [
-    README,
-    *(ROOT / "docs" / n for n in re.findall(r"(\S+\.md)", NAVIGATION) if "notes/" not in n),
-]
-"""What the site's navigation has; notes are dated, and keep what was found as it was."""
-
-
-@pytest.mark.parametrize("path", PARAGRAPHS, ids=short)
+@pytest.mark.parametrize("path", PAGES, ids=short)
 def test_no_paragraph_is_long(path: Path) -> None:
     """But of tables. A block of code or an item of a list ends one."""
     text = visible(FENCE.sub("\n\n", path.read_text(encoding="utf-8")))
     parts = re.split(r"\n\s*\n|\n(?=- |\d+\. |#|\|)", text)
     long = [p for p in parts if not p.startswith("|") and len(p.split()) > PARAGRAPH_MAX]
     assert not long, "\n\n".join(long)
-
-
-def test_the_navigation_has_every_page_that_is_no_note() -> None:
-    """So that the limit of paragraphs holds for all of them."""
-    named = {path.name for path in PARAGRAPHS}
-    assert {p.name for p in DOCS if p.parent.name != "notes"} <= named
-    assert set(FIRST) <= named
 
 
 def test_the_comparison_of_readme_is_that_of_its_page() -> None:
