@@ -31,13 +31,22 @@ DOOR = (
     "compatibility.md",
     "benchmarks.md",
     "faq.md",
+    "terms.md",
+    "configuration.md",
+    "deploying.md",
+    "results.md",
+    "hints.md",
+    "truncation.md",
+    "isolation.md",
+    "audit.md",
+    "structure.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
-"""What a stranger reads first: here no sentence is long."""
+"""What a stranger reads first, and then users and operators: here no sentence is long."""
 FIRST_SCREEN = 27
 """Lines of the README that a browser shows before a reader moves."""
-FIRST = ("README.md", "index.md", "getting-started-cpu.md")
+FIRST = ("README.md", "index.md", "getting-started-cpu.md", "gpu.md")
 """Of these the very first."""
 LINES_MAX, LINE_MAX, NUMBERS_MAX, WORDS_MAX = 120, 120, 40, 120
 SENTENCE_MAX, SENTENCE_MAX_FIRST, PARAGRAPH_MAX = 30, 25, 80
