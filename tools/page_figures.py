@@ -159,7 +159,8 @@ FIGURES = (
     Figure(MORE, "| over a hit in HBM | {:.0f} | 1 | {:.2f} (goal 1.10) | **{:.2f}** (goal 1.5) |\n"
            "\n", "hit_latency.json", hits(1, "cold/HBM", "DRAM/HBM", "NVMe/HBM")),
     Figure(MORE, "median of {:.0f} paired rounds is **{:.3f}** (goal 0.97), and rounds lie from "
-           "{:.2f} to {:.2f}. Of all tokens and seconds together it is {:.3f} (`results/throughput.json`)",
+           "{:.2f} to {:.2f}. Of all tokens and seconds together it is {:.3f} "
+           "(`results/throughput.json`)",
            "throughput.json", throughput),
     Figure(FAQ, "throughput was {:.2f} of that without the store with two servers, and {:.2f} with "
            "two engines by turns", "throughput.json", throughputs),

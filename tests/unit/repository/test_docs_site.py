@@ -38,10 +38,17 @@ def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
 
 
 def test_a_search_for_a_name_finds_the_page_that_explains_it_first() -> None:
-    for name in ("runbook.md", "configuration.md", "faq.md"):
-        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name))
+    """And pages of readers of the code last: `codec` led to a note of what was tried."""
+
+    def boost(name: str, *sections: str) -> float:
+        above = [SimpleNamespace(title=title) for title in sections]
+        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name), ancestors=above)
         docs_site.on_page_markdown("", page)
-        assert (page.meta.get("search", {}).get("boost", 1) > 1) == (name != "faq.md")
+        return float(page.meta["search"]["boost"])
+
+    note = boost("notes/2026-11-codecs.md", "Notes", "Internals")
+    assert note == boost("format.md", "Internals") < 1
+    assert boost("faq.md") == 1 < boost("configuration.md") < boost("runbook.md", "Operations")
 
 
 def test_what_users_do_not_need_comes_last() -> None:
