@@ -52,7 +52,7 @@ def stage() -> None:
 _STARTS = re.compile(r"(\||- |\d+\. )")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
-_JOINT = re.compile(r"(?<=[_.:/,{(=])(?=\w)")
+_JOINT = re.compile(r"(?<=[_.:/,{(=])(?=\w)|(?<=[a-z])(?=[A-Z][a-z])")
 
 
 BOOSTS = {"runbook.md": 4, "configuration.md": 2, "operations.md": 2}

@@ -73,6 +73,9 @@ def test_names_in_tables_break_at_their_joints() -> None:
     assert docs_site.on_page_content(f"<p><code>{name}</code></p>{row}") == (
         f"<p><code>{name}</code></p><td>a_b <code>{parts}</code></td>"
     )
+    assert docs_site.on_page_content("<td><code>MultiConnector, 2TiB</code></td>") == (
+        "<td><code>Multi<wbr>Connector, 2TiB</code></td>"
+    )
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "hooks: [tools/docs_site.py]" in text and "extra_css: [site.css]" in text
 
