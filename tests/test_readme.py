@@ -30,6 +30,7 @@ DOOR = (
     "runbook.md",
     "compatibility.md",
     "benchmarks.md",
+    "bench.md",
     "faq.md",
     "terms.md",
     "configuration.md",
