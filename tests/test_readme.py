@@ -41,6 +41,7 @@ DOOR = (
     "isolation.md",
     "audit.md",
     "structure.md",
+    "models.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
