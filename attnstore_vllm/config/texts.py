@@ -173,8 +173,8 @@ SETTINGS = (
     ),
     Setting(
         "states_every", "auto", "tokens, 16 to 1048576, auto, or off",
-        "Of models with recurrent layers: how often a prompt leaves a state that others go on from. "
-        "auto: where vLLM's steps end, if computing takes longer than reading a state from NVMe. "
+        "Of models with recurrent layers: how often a prompt leaves a state that others go on "
+        "from. auto: where vLLM's steps end, if computing takes longer than reading a state from NVMe. "
         "Ends of prompts, and where prompts part, have a state anyway while there is room.",
         "Set it where prompts share long beginnings and part anywhere. vLLM then ends steps there, "
         "so a long prompt takes more of them. The number is rounded up to whole blocks of states.",
@@ -245,8 +245,8 @@ SETTINGS = (
     Setting(
         "shared", "off", "off, or {redis: URL}, or {mooncake: {master: host:port}}",
         "A tier behind NVMe that several servers share, in a network store.",
-        "Set it where a conversation may go on at another server. [Deploying](deploying.md#a-tier-that-"
-        "servers-share) says what the network must be like.",
+        "Set it where a conversation may go on at another server. "
+        "[Deploying](deploying.md#a-tier-that-servers-share) says what the network must be like.",
         is_common=True,
     ),
     Setting(
