@@ -169,13 +169,14 @@ SETTINGS = (
         "write_buffer", "auto", "size, or auto",
         "HBM of each GPU that KV waits in on its way to DRAM. auto has room for the tokens of two "
         "steps. The CPU build has none.",
-        "Raise it where chunks are counted as unsaved. vLLM must leave as much HBM free.",
+        "Raise it where `vllm:attnstore_chunks_total{event=\"unsaved\"}` grows. vLLM must leave as "
+        "much HBM free.",
     ),
     Setting(
         "states_every", "auto", "tokens, 16 to 1048576, auto, or off",
         "Of models with recurrent layers: how often a prompt leaves a state that others go on "
-        "from. auto: where vLLM's steps end, if computing takes longer than reading a state from NVMe. "
-        "Ends of prompts, and where prompts part, have a state anyway while there is room.",
+        "from. auto: where vLLM's steps end, if computing takes longer than reading a state from "
+        "NVMe. Ends of prompts, and where prompts part, have a state anyway while there is room.",
         "Set it where prompts share long beginnings and part anywhere. vLLM then ends steps there, "
         "so a long prompt takes more of them. The number is rounded up to whole blocks of states.",
     ),
@@ -196,7 +197,7 @@ SETTINGS = (
     Setting(
         "pinning.share", "0.1", "share of each tier's slots, 0.5 at most",
         "The most that all pins together may take of a tier.",
-        "Raise it if many pins are refused (event pin_refused).",
+        "Raise it if `vllm:attnstore_chunks_total{event=\"pin_refused\"}` grows.",
     ),
     Setting(
         "pinning.tenant_share", "a fifth of share", "share of each tier's slots",
