@@ -40,7 +40,7 @@ VERSION = re.compile(
 MACHINE = re.compile(r"EPYC|Xeon|H100|H200|processors|cores|machine|simulated", re.IGNORECASE)
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "README.md": ("0.31, 0.30 (their core)",),
-    "docs/bench.md": ("NVMe 1.25 times", "the HBM of `bound` 1.25 times"),
+    "docs/bench.md": ("NVMe has 1.25 times",),
     "docs/compatibility.md": ("0.30 and 0.31 do not say", "0.32's settings"),
     "docs/concepts.md": ("1 GiB/s, and uses the store",),
     "docs/deploying.md": (

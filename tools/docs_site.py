@@ -52,17 +52,20 @@ def stage() -> None:
 _STARTS = re.compile(r"(\||- |\d+\. )")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
-_JOINT = re.compile(r"(?<=[_.:/,{(=])(?=\w)")
+_JOINT = re.compile(r"(?<=[_.:/,{(=])(?=\w)|(?<=[a-z])(?=[A-Z][a-z])")
 
 
-BOOSTS = {"runbook.md": 4, "configuration.md": 2}
+BOOSTS = {"runbook.md": 4, "configuration.md": 2, "operations.md": 2}
 """Pages that explain each name: a search for one finds them before those that only use it."""
+INTERNALS = 0.25
+"""What readers of the code read, as mkdocs.yml has it: found behind what users read."""
 
 
 def on_page_markdown(_: str, page: Any, **__: object) -> None:
     """MkDocs calls it."""
-    if page.file.src_uri in BOOSTS:
-        page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
+    is_internal = any(section.title == "Internals" for section in page.ancestors)
+    boost = INTERNALS if is_internal else BOOSTS.get(page.file.src_uri, 1)
+    page.meta["search"] = {"boost": boost}
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import venv
 import xml.etree.ElementTree as Xml
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,10 @@ def try_core(version: str, python: Path) -> bool:
         files = [f"tests/vllm/{test}.py" for test in CORE]
         run(python, "-m", "pytest", "-q", f"--junitxml={report}", *files)
         found = counts(report)
-    keep(version, {**found, "python": platform.python_version(), "build": "CPU"})
+    keep(
+        version,
+        {**found, "when": f"{date.today()}", "python": platform.python_version(), "build": "CPU"},
+    )
     print(f"vLLM {version}: {found}")
     return not found["failed"]
 
@@ -165,7 +169,7 @@ def _row(version: str, found: dict[str, Any]) -> str:
         how = f"python3 tools/try_version.py {version}"
     elif "passed" in found:  # a CPU build; its sources may have been looked at as well
         name, total = f"{version}, CPU build", found["passed"] + found["failed"]
-        state = f"of {total} tests of the suite's core {found['passed']} pass"
+        state = f"on {found['when']}, {found['passed']} of {total} tests of the suite's core passed"
         how = f"python3 tools/try_version.py --core {version}"
     else:
         name = f"{version}, CUDA build"

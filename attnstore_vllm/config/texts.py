@@ -50,84 +50,88 @@ def first_sentence(text: str) -> str:
 SETTINGS = (
     Setting(
         "dram", None, "size, as in 64GiB, or {size: 64GiB, codec: lossless}",
-        "DRAM for KV: shared memory, taken when the server starts.",
-        "More of it means fewer reads from NVMe. A token of Llama-3-8B in bf16 takes 128 KiB.",
+        "DRAM for KV: shared memory, all of it taken when the server starts.",
+        "Raise it while memory is free: fewer hits wait for NVMe. A token of Llama-3-8B in bf16 "
+        "takes 128 KiB, so 64GiB hold half a million tokens.",
         is_common=True,
     ),
     Setting(
         "dram.size", "required", "size, as in 64GiB",
-        "The same, where dram has a codec.",
-        "As that of dram.",
+        "The same size, written in this way where dram has a codec too.",
+        "Raise it as you would raise dram.",
     ),
     Setting(
         "dram.codec", "none", "none, lossless",
-        "How KV is encoded in DRAM: lossless takes 0.74 of the bytes, and brings back every bit. "
-        "NVMe, other engines and the shared tier keep the same bytes. It is for bfloat16 on vLLM's "
-        "CPU build: other KV is kept as it is, and a GPU is refused. Of a chunk whose numbers have "
-        "too many exponents nothing is stored (event unsaved). It goes neither with nvme.codec nor "
-        "with audit. What was stored without it is not found.",
-        "Set lossless where DRAM or the disk is too small. Each copy between HBM and DRAM takes "
-        "processor time for it.",
+        "How KV is encoded in DRAM: lossless takes 0.74 of the bytes, and gives back every bit. "
+        "NVMe and the shared tier then hold the encoded bytes as well. It is for bfloat16 on "
+        "vLLM's CPU build: other KV stays as it is, and a GPU is refused.",
+        "Set lossless where DRAM or the disk is too small: each copy takes processor time. Leave "
+        "out nvme.codec and audit then. What was stored before is not found.",
     ),
     Setting(
         "nvme.path", None, "absolute directory, or a list of them",
-        "A directory of this server's own. Created (0700) if only its last part is missing. A "
-        "list, as in [/mnt/nvme0/attnstore, /mnt/nvme1/attnstore], is for data-parallel engines. "
-        "Each has one of them, the first engines the first.",
-        "Put it on the fastest local disk, never on a network file system. Name one directory of "
+        "The directory for KV on disk, which no other server may use. A start makes it (mode "
+        "0700), but not the directories above it. Of a list, [/mnt/nvme0/kv, /mnt/nvme1/kv], each "
+        "data-parallel engine has one, the first engines the first.",
+        "Put it on the fastest local disk, never on a network file system. Name a directory of "
         "each disk where several engines share a machine.",
         is_common=True,
     ),
     Setting(
         "nvme.capacity", None, "size, as in 2TiB",
-        "The most that its file, or the files of all engines, may take. It is allocated when the "
-        "server starts.",
-        "It should hold the conversations that may come back.",
+        "The most that the server's files in nvme.path may take, of all engines together. It is "
+        "allocated when the server starts.",
+        "Raise it until it holds the conversations that may come back: `attnstore simulate` says "
+        "how much that is.",
         is_common=True,
     ),
     Setting(
         "nvme.io", "auto", "auto, uring, aiofiles",
-        "How the disk is asked: io_uring with O_DIRECT, or threads; auto takes io_uring where it "
-        "can be had.",
-        "Set uring to make a start fail where it cannot be had.",
+        "How the disk is read and written. uring is io_uring with O_DIRECT, and aiofiles is "
+        "threads. auto takes io_uring where the machine has it.",
+        "Set uring to make a start fail where io_uring is missing.",
     ),
     Setting(
         "nvme.io_deadline", "5s", "time, 100ms to 10m",
-        "A request that the disk does not answer in this time puts NVMe out of use for a while.",
+        "A disk that leaves a request unanswered for so long is out of use for a while. DRAM "
+        "serves meanwhile, and the disk is tried again later.",
         "Raise it for a disk that pauses and recovers.",
     ),
     Setting(
         "nvme.daily_writes", "off", "size a day, or off",
-        "The most that is written to the disk a day; off: no limit. It is written in bursts of an "
-        "hour's share. A restart begins without savings, so restarts add nothing.",
-        "Set it to what the disk is rated for, if its endurance matters.",
+        "The most that is written to the disk in a day; off: no limit. Unused writes add up to an "
+        "hour's share at most. A restart begins with none.",
+        "Set it to what the disk is rated for, if its endurance matters. What is beyond it is not "
+        "kept on NVMe.",
         is_common=True,
     ),
     Setting(
         "nvme.scrub", "8MiB", "size a second, or off",
-        "What cold records are read again with, so that rot is found early.",
+        "How fast cold records are read again, so that damaged ones are found early.",
         "Lower it on a disk that is busy all the time.",
     ),
     Setting(
         "nvme.codec", "none", ", ".join(CODEC_NAMES),
-        "How KV is encoded on the disk: lossless brings back every bit, int8 and fp8 do not. The "
-        "first takes 0.66 to 0.76 of the bytes in bf16, more where the disk is fast, and "
-        "processor time. int8 and fp8 keep a byte a number: see nvme.approximate. What was stored "
-        "with another codec is not found.",
-        "Set lossless where the disk is small or slow. From 2 GB/s on, only in bf16.",
+        "How KV is encoded on the disk: lossless gives back every bit, int8 and fp8 do not. In "
+        "bf16 lossless takes 0.66 to 0.76 of the bytes, more of them where the disk is fast. int8 "
+        "and fp8 take one byte a number.",
+        "Set lossless where the disk is small or slow: it takes processor time. From 2 GB/s on it "
+        "is worth that in bf16 only. What was stored with another codec is not found.",
         is_common=True,
     ),
     Setting(
         "nvme.approximate", "asked", "asked, all",
-        "With int8 or fp8, who is served from NVMe: requests that ask for it, or all that do not "
-        "refuse. They ask with `approximate: true`. The KV of other requests stays in DRAM and "
-        "HBM, and is exact.",
-        "Set all where answers may differ slightly.",
+        "Whom NVMe serves under int8 or fp8: requests that ask for it, or all that do not refuse. "
+        "They say `approximate: true`, or `false`. The KV of others stays in DRAM and HBM, and is "
+        "exact.",
+        "Set all where answers may differ slightly. Other codecs do not look at it.",
     ),
     Setting(
         "chunk_tokens", "256", "tokens, 16 to 4096",
-        "Tokens that are named, moved and evicted together; rounded up to whole blocks of vLLM.",
-        "Raise it for models with little KV a token. What is stored is not found after a change.",
+        "How many tokens are named, moved and evicted together, rounded up to whole blocks of "
+        "vLLM.",
+        "Raise it for models with little KV a token, so that a read moves more bytes. What was "
+        "stored with another value is not found.",
     ),
     Setting(
         "load_deadline", "1s", "time, 0s to 60s",
@@ -138,172 +142,174 @@ SETTINGS = (
     ),
     Setting(
         "step_budget", "131072", "tokens, 1024 to 1073741824",
-        "Prompt tokens that are looked up in one step of the engine, on its own thread. Each "
-        "request counts 1,024 more. Who comes beyond is looked up in a later step: so no burst of "
-        "requests, however long, holds up the answers of others. A prompt that is longer is looked "
-        "up alone. As many chunks are saved as 512 tokens each allow, or twice what a step "
-        "computes.",
+        "Prompt tokens that one step of the engine looks up; each request counts 1,024 more. What "
+        "is beyond waits for a later step, so that a burst of requests holds up no running answer. "
+        "It bounds saves too: a chunk for each 512 of it, or twice what a step computes.",
         "Lower it where the gaps between tokens must be short even in bursts. Raise it where "
-        "thousands of short requests start at once.",
+        "thousands of short requests start at once. A prompt that is longer is looked up alone.",
     ),
     Setting(
         "eviction", "attnstore", "attnstore, lru, fifo",
-        "Who leaves a full tier, of what no request waits for: what is least likely to return "
-        "soon.",
+        "Which KV leaves a full tier, of what no request waits for. attnstore: what is least "
+        "likely to return soon. lru: what was not used for longest; fifo: what came first.",
         "Set lru or fifo only to compare with.",
     ),
     Setting(
         "look_ahead", "true", "true, false",
-        "Bring up from NVMe what waiting requests want, before it is their turn.",
+        "Whether KV that waiting requests want is read from NVMe before it is their turn.",
         "Set false only to compare with.",
     ),
     Setting(
         "compute_if_sooner", "true", "true, false",
-        "Compute what is stored where that is measured to be sooner than loading it from NVMe or "
-        "DRAM.",
-        "Set false to spare the accelerator. It is then always loaded, and waited for until the "
-        "deadline.",
+        "Whether stored tokens are computed where that is measured to be sooner than loading them.",
+        "Set false to spare the accelerator. What is stored is then always loaded, and waited for "
+        "until the deadline.",
     ),
     Setting(
         "write_buffer", "auto", "size, or auto",
-        "HBM of each GPU that KV waits in on its way to DRAM. auto: room for the tokens of two "
-        "steps. Of no account on the CPU.",
-        "Raise it where chunks are counted as unsaved.",
+        "HBM of each GPU that KV waits in on its way to DRAM. auto has room for the tokens of two "
+        "steps. The CPU build has none.",
+        "Raise it where `vllm:attnstore_chunks_total{event=\"unsaved\"}` grows. vLLM must leave as "
+        "much HBM free.",
     ),
     Setting(
         "states_every", "auto", "tokens, 16 to 1048576, auto, or off",
-        "Of models with recurrent layers: so often a prompt leaves a state that others go on from. "
-        "Ends, and where prompts part, have one besides, while there is room. auto: where "
-        "vLLM's steps end, if computing the tokens takes longer than reading a state from NVMe.",
+        "Of models with recurrent layers: how often a prompt leaves a state that others go on "
+        "from. auto: where vLLM's steps end, if computing takes longer than reading a state from "
+        "NVMe. Ends of prompts, and where prompts part, have a state anyway while there is room.",
         "Set it where prompts share long beginnings and part anywhere. vLLM then ends steps there, "
-        "rounded up to whole blocks of states, and a long prompt takes more steps.",
+        "so a long prompt takes more of them. The number is rounded up to whole blocks of states.",
     ),
     Setting(
         "ttl", "off", "time, as in 30m, 12h, 7d, or off",
-        "After so long without use KV is not found any more, restarts included. off: it stays "
+        "KV that is not used for so long is not found any more, restarts included. off: it stays "
         "while there is room.",
-        "Set it where KV that is not asked for must not stay. Each use begins the time anew: what "
-        "is used again and again stays. A request's own `ttl` may be shorter, never longer.",
+        "Set it where KV that is not asked for must not stay. Each use begins the time anew. A "
+        "request's own `ttl` may be shorter, never longer.",
         is_common=True,
     ),
     Setting(
         "pinning", "off", "off, or {share: 0.1, tenant_share: 0.02, longest: 1h}",
-        "Whether requests may pin KV (`pin: true`).",
-        "Give it a mapping, {} for the values shown, if requests need it. Pins take room from "
-        "others, however much theirs is worth.",
+        "Whether requests may pin KV (`pin: true`), which is then not evicted for a while.",
+        "Set {} for the values shown, or a mapping of your own, if requests need it. Pins take "
+        "room from others, however much theirs is worth.",
     ),
     Setting(
         "pinning.share", "0.1", "share of each tier's slots, 0.5 at most",
-        "What all pins together may take.",
-        "Raise it if many pins are refused.",
+        "The most that all pins together may take of a tier.",
+        "Raise it if `vllm:attnstore_chunks_total{event=\"pin_refused\"}` grows.",
     ),
     Setting(
         "pinning.tenant_share", "a fifth of share", "share of each tier's slots",
-        "What the pins of one tenant (cache_salt) may take. All requests without a salt are one.",
+        "The most that the pins of one tenant (cache_salt) may take of a tier. All requests "
+        "without a salt are one tenant.",
         "Raise it where there are few tenants.",
     ),
     Setting(
         "pinning.longest", "1h", "time, as in 30m",
-        "For how long at most a pin lasts.",
+        "The longest time that a pin lasts.",
         "Lower it if pins outlive their use.",
     ),
     Setting(
         "truncation.enabled", "false", "true, false",
-        "Prompts that were cut are served from KV that is moved to its new position, which is "
-        "approximate. false: only for requests that ask (`truncation: true`); true: for all that "
-        "do not refuse. `truncation: off`: for none.",
-        "Set it where conversations outgrow the context window and answers may differ slightly.",
+        "Whether prompts whose first turns were cut are served from stored KV. It is moved to its "
+        "new position, which is approximate. false: only requests that ask (`truncation: true`); "
+        "true: all that do not refuse.",
+        "Set true where conversations outgrow the context window and answers may differ slightly. "
+        "Set `truncation: off` in place of the section to serve none.",
     ),
     Setting(
         "truncation.min_tokens", "64", "tokens, 32 to 65536",
-        "Fewer in a row are computed.",
+        "The shortest run of tokens whose KV is moved; shorter ones are computed.",
         "Raise it if short matches cost more than they save.",
     ),
     Setting(
         "truncation.sinks", "0", "tokens, 0 to 65536",
-        "First tokens of a prompt that have to be in their place; else it is computed.",
+        "How many first tokens of a prompt must be found in their old place. Else all of it is "
+        "computed.",
         "Set it for models whose answers depend on their first tokens (attention sinks).",
     ),
     Setting(
         "truncation.share", "salted", "salted, everyone",
-        "Among whom KV is moved: requests of one cache_salt, or also all that send none. Moved KV "
-        "tells single tokens of a stored prompt to who guesses them.",
+        "Who shares moved KV: requests of one cache_salt, or also all that send none. Who guesses "
+        "single tokens of a stored prompt can learn from moved KV that they are right.",
         "Set everyone if all users without a salt trust each other.",
     ),
     Setting(
         "share", "everyone", "everyone, salted",
         "Who shares KV: everyone without a cache_salt with each other, or only requests of one "
         "salt. With salted, requests without a salt neither find KV in the store nor leave any. "
-        "Requests of one salt share in both cases. vLLM's own cache in HBM is not ours to "
-        "restrict.",
+        "vLLM's own cache in HBM is not ours to restrict.",
         "Set salted where every user must have a salt.",
         is_common=True,
     ),
     Setting(
         "shared", "off", "off, or {redis: URL}, or {mooncake: {master: host:port}}",
         "A tier behind NVMe that several servers share, in a network store.",
-        "Set it where a conversation may go on at another server. See deploying.md for what the "
-        "network must be like.",
+        "Set it where a conversation may go on at another server. "
+        "[Deploying](deploying.md#a-tier-that-servers-share) says what the network must be like.",
         is_common=True,
     ),
     Setting(
         "shared.redis", "off", "redis://, rediss:// (TLS) or unix:// URL",
-        "A Redis or Valkey server. User and database may be in the URL.",
-        "Small fleets, and where tenants must be kept apart by ACL.",
+        "The address of a Redis or Valkey server. User and database may be in it.",
+        "Set it for small fleets, and where Redis's ACLs must keep tenants apart.",
     ),
     Setting(
         "shared.mooncake", "off", "{master, host, metadata, protocol, devices}",
-        "Mooncake Store, whose segments other processes own. master is needed; protocol is tcp or "
-        "rdma. Needs attnstore-vllm[mooncake].",
-        "Fleets with a network of their own: Mooncake has neither passwords nor TLS.",
+        "The address of a Mooncake Store, whose memory belongs to other processes. master is "
+        "needed; protocol is tcp or rdma. `pip install attnstore-vllm[mooncake]` brings its "
+        "client.",
+        "Set it for fleets with a network of their own: Mooncake has neither passwords nor TLS.",
     ),
     Setting(
         "shared.password_file", "none", "absolute path",
         "A file with the password for Redis.",
-        "Rather than a password in the URL, which vLLM writes to its log.",
+        "Set it where Redis has a password. vLLM writes one that is in the URL to its log.",
     ),
     Setting(
         "shared.secret_file", "none", "absolute path",
-        "A file with the servers' secret, 32 bytes or more, that its owner alone may read. Records "
-        "and their names are made with it: what a stranger writes to the store is a miss.",
-        "Always, and the same at all servers. Without one who can write to the store can have "
-        "forged KV served.",
+        "A file with a secret of 32 bytes or more, which its owner alone may read. Records and "
+        "their names are made with it, so that what a stranger writes to the store is a miss.",
+        "Set it always, and the same at all servers. Without one, who can write to the store can "
+        "have forged KV served.",
     ),
     Setting(
         "shared.ca", "the system's", "absolute path",
-        "Certificates that Redis's own is checked against.",
-        "With a CA of your own.",
+        "The certificates that Redis's own is checked against.",
+        "Set it where a CA of your own has signed that.",
     ),
     Setting(
         "shared.cert", "none", "absolute path",
-        "This server's certificate, which Redis may ask for.",
-        "With `tls-auth-clients yes`.",
+        "This server's certificate, for a Redis that asks for one.",
+        "Set it where Redis has `tls-auth-clients yes`.",
     ),
     Setting(
         "shared.key", "none", "absolute path",
-        "The key of that certificate.",
-        "With shared.cert.",
+        "The private key of shared.cert.",
+        "Set it with shared.cert.",
     ),
     Setting(
         "shared.deadline", "500ms", "time, 10ms to 10s",
-        "How long a request waits for an answer. A store that is later is left alone for a while.",
+        "How long a request waits for the store's answer. A store that is later is left alone for "
+        "a while.",
         "Lower it to bound the first token, raise it for a slow network.",
     ),
     Setting(
         "shared.bandwidth", "off", "size a second, or off",
-        "The most that is written there a second.",
+        "The most that this server writes to the store in a second.",
         "Set it where the network has other users.",
     ),
     Setting(
         "shared.daily_writes", "off", "size a day, or off",
-        "The most that is written there a day, in bursts of an hour's share. A start begins "
-        "without savings.",
+        "The most that this server writes to the store in a day. Unused writes add up to an hour's "
+        "share at most. A start begins with none.",
         "Set it where what is written costs.",
     ),
     Setting(
         "shared.prefix", "as1/", "64 characters at most",
-        "What all names in the store begin with.",
-        "One of each group of servers, for an ACL of Redis.",
+        "The beginning of all names in the store.",
+        "Set one for each group of servers, so that an ACL of Redis can tell them apart.",
     ),
     Setting(
         "trace", "off", "off, or {path: /var/log/attnstore, sample: 1, size: 256MiB}",
@@ -314,61 +320,65 @@ SETTINGS = (
     ),
     Setting(
         "trace.path", "required", "absolute directory",
-        "Where requests.jsonl and machine.yaml are written. A start keeps one older trace.",
-        "Put it where some hundreds of MiB are free. Data-parallel engine N has `path-dpN`.",
+        "Where requests.jsonl and machine.yaml are written. A start keeps one older trace. "
+        "Data-parallel engine N has `path-dpN`.",
+        "Put it where some hundreds of MiB are free.",
     ),
     Setting(
         "trace.sample", "1", "share of conversations, 1 at most",
         "The part of all conversations that is in the trace.",
-        "Lower it where a whole trace gets too large: what is found then is for that part.",
+        "Lower it where a whole trace gets too large. The sizes that it leads to are then those "
+        "of that part.",
     ),
     Setting(
         "trace.size", "256MiB", "size",
-        "Where the trace ends.",
+        "The trace ends when it is so large.",
         "Raise it for longer traces. A prompt of 10,000 tokens takes about 1 KiB.",
     ),
     Setting(
         "audit", "off", "off, or {rate: 1/1000, tokens: 1000, stop_after: 3, keep: 256MiB}",
         "Compute a few hits all the same, and compare what is stored with what is computed. A "
-        "chunk that differs is removed, and told.",
-        "Give it a mapping, {} for the values shown, to see that hits are right. See audit.md.",
+        "chunk that differs is removed, and the log says so.",
+        "Set {} for the values shown, or a mapping of your own, to see that hits are right. "
+        "[Audit](audit.md) says what it looks at.",
     ),
     Setting(
         "audit.rate", "1/1000", "share of hits, as in 1/1000",
-        "The hits that are computed. Each costs its request the prefill that it would have saved.",
+        "The share of hits that are computed. Each costs its request the prefill that it would "
+        "have saved.",
         "Raise it after an upgrade, or where something seems wrong.",
     ),
     Setting(
         "audit.tokens", "1000", "tokens a second, 1 to 1000000",
-        "The most that is computed for it, in the mean over a minute.",
+        "The most that the audit has computed, in the mean over a minute.",
         "Lower it where the accelerator has no time to spare.",
     ),
     Setting(
         "audit.stop_after", "3", "hits, 1 to 1000",
-        "After so many that differ nothing of what is stored is served any more. A start serves "
+        "After so many hits that differ, nothing that is stored is served any more. A start serves "
         "again when the file that the log names is removed.",
         "Set 1 where a wrong answer is worse than any loss of speed.",
     ),
     Setting(
         "audit.keep", "256MiB", "size, or off",
-        "Room for chunks that differ, beside what was computed: in `audit` of nvme.path, with mode "
-        "0600. `attnstore inspect` lists them.",
+        "Room on disk for chunks that differ, beside what was computed. They are in `audit` of "
+        "nvme.path, with mode 0600. `attnstore inspect` lists them.",
         "Set off where no KV may outlive its `ttl`.",
     ),
     Setting(
         "io_depth", "8", "requests, 2 to 1024",
-        "Requests in flight on the device; half of them may be writes.",
-        "Raise it for disks that need more to be busy. Compare with attnstore doctor.",
+        "How many requests the disk has at a time; half of them may be writes.",
+        "Raise it for disks that need more to be busy: `attnstore doctor` measures yours with it.",
     ),
     Setting(
         "peers", "auto", "auto or off",
-        "Data-parallel engines of one host copy KV from each other's DRAM and NVMe. A "
-        "conversation that came from a sibling is not computed again.",
+        "Whether data-parallel engines of one host copy KV from each other's DRAM and NVMe. A "
+        "conversation that comes from another engine is then not computed again.",
         "Set off where a router keeps each conversation at its engine.",
     ),
     Setting(
         "data_parallel_size", "1", "engines, 1 to 4096",
-        "Engines that share the sizes. `vllm serve --data-parallel-size N` fills it in.",
+        "How many engines share the sizes. `vllm serve --data-parallel-size N` fills it in.",
         "Set it only where engines are started one by one.",
     ),
 )  # fmt: skip

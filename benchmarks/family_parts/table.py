@@ -16,9 +16,11 @@ Which models the store serves, and which run as without it. Written by
 CPU build, each run with the store and without.
 
 *Found*: tokens that were not computed of a prompt of 2,000 tokens asked again, of one that shares
-1,500 with it, of the next turn (2,085); the store's after vLLM's own cache was emptied, beside what
-vLLM's own cache finds. *Drift*: the largest difference of a log-probability from the run without
-the store, beside the largest among runs without it.
+1,500 with it, and of the next turn (2,085). The store's are those after vLLM's own cache was
+emptied, beside what vLLM's own cache finds.
+
+*Drift*: the largest difference of a log-probability from the run without the store, beside the
+largest among runs without it.
 """
 OUTCOMES: Final = {
     "served": "Served", "idle": "Idle: they run as without the store, and the log says why",

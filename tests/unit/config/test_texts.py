@@ -27,6 +27,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SENTENCES_MAX, WORDS_MAX = 3, 25
+
+
 def known_to_config(section: str) -> set[str]:
     """The keys that config/settings.py names when it is given one that no setting is like."""
     wrong = {"0000": 1}
@@ -64,6 +67,18 @@ def test_each_has_two_short_sentences(setting: Setting) -> None:
         sentence = first_sentence(text)
         assert sentence.endswith(".") and len(sentence.split()) <= 20, sentence
         assert sentence.count("(") == sentence.count(")") and sentence.count("`") % 2 == 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_each_is_told_in_a_few_short_sentences(setting: Setting) -> None:
+    """What it does in three at most, then when to change it: what to do, and what that changes."""
+    for text in (setting.what, setting.change):
+        sentences = re.split(r"(?<=[.])\s", re.sub(r"`[^`]+`", "code", text))
+        assert len(sentences) <= SENTENCES_MAX, sentences
+        long = [each for each in sentences if len(each.split()) > WORDS_MAX]
+        assert not long, long
+    verb = setting.change.split()[0]
+    assert verb in {"Set", "Raise", "Lower", "Put"}, setting.change
 
 
 def test_every_time_has_a_unit() -> None:

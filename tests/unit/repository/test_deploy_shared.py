@@ -134,6 +134,14 @@ def test_grafana_of_a_compose_file_has_the_dashboard_loaded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose-redis.yaml"])
+def test_no_service_has_the_port_of_the_docs(name: str) -> None:
+    """`make docs-serve` could not serve what the alerts link to."""
+    services = compose_file(name)[0]["services"].values()
+    open_at = [port.rpartition(":")[0] for each in services for port in each.get("ports", [])]
+    assert len(set(open_at)) == len(open_at) == 4 and docs_site.ADDRESS not in open_at
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose-redis.yaml"])
 def test_prometheus_of_a_compose_file_knows_the_address_of_the_docs(name: str) -> None:
     text = compose_file(name)[0]["configs"]["prometheus"]["content"]
     (label,) = re.findall(r'attnstore_docs: "\$\{ATTNSTORE_DOCS:-(.*)\}"', text)

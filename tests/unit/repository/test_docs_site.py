@@ -38,10 +38,17 @@ def test_the_site_finds_settings_and_metrics_and_opens_as_files() -> None:
 
 
 def test_a_search_for_a_name_finds_the_page_that_explains_it_first() -> None:
-    for name in ("runbook.md", "configuration.md", "faq.md"):
-        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name))
+    """And pages of readers of the code last: `codec` led to a note of what was tried."""
+
+    def boost(name: str, *sections: str) -> float:
+        above = [SimpleNamespace(title=title) for title in sections]
+        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name), ancestors=above)
         docs_site.on_page_markdown("", page)
-        assert (page.meta.get("search", {}).get("boost", 1) > 1) == (name != "faq.md")
+        return float(page.meta["search"]["boost"])
+
+    note = boost("notes/2026-11-codecs.md", "Notes", "Internals")
+    assert note == boost("format.md", "Internals") < 1
+    assert boost("faq.md") == 1 < boost("configuration.md") < boost("runbook.md", "Operations")
 
 
 def test_what_users_do_not_need_comes_last() -> None:
@@ -65,6 +72,9 @@ def test_names_in_tables_break_at_their_joints() -> None:
     parts = "vllm:<wbr>attnstore_<wbr>chunks_<wbr>total{<wbr>event}"
     assert docs_site.on_page_content(f"<p><code>{name}</code></p>{row}") == (
         f"<p><code>{name}</code></p><td>a_b <code>{parts}</code></td>"
+    )
+    assert docs_site.on_page_content("<td><code>MultiConnector, 2TiB</code></td>") == (
+        "<td><code>Multi<wbr>Connector, 2TiB</code></td>"
     )
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "hooks: [tools/docs_site.py]" in text and "extra_css: [site.css]" in text
