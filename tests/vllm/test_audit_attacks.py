@@ -52,7 +52,7 @@ ROWS = {
     "uuid": ("a client's `uuid` names another sound", AUDIT),
     "uuid, alike": ("the same, and the two sounds are much alike", AUDIT),
     "encoder": ("vLLM's encoder keeps a sound as old weights heard it", AUDIT),
-    "processor": ("the processor of sounds is set otherwise", TRIAL),
+    "processor": ("the processor of sounds is set otherwise", NOT),
     "counter": ("vLLM names sounds by a counter, which begins anew", TRIAL),
     "stranger": ("a stranger writes to the shared tier", TRIAL),
     "turned twice": ("moved KV is moved once more", NOT),
