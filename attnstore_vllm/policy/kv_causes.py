@@ -10,20 +10,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from attnstore_vllm.policy.kv_compare import KEY, VALUE, Blocks, Bytes, Comparison, Difference
+from attnstore_vllm.policy.kv_compare import (
+    BOUND,
+    KEY,
+    VALUE,
+    Blocks,
+    Bytes,
+    Comparison,
+    Difference,
+)
 
 ALL_DIFFER = "every rank and layer differs: other tokens, another adapter, or other weights"
 
 
 def cause_of(
-    comparison: Comparison, stored: memoryview, computed: memoryview, blocks: Blocks
+    comparison: Comparison,
+    stored: memoryview,
+    computed: memoryview,
+    blocks: Blocks,
+    bound: float = BOUND,
 ) -> str:
     """In words. "" where the two do not differ. Cost: as much as a comparison of all layers, twice.
 
     Args:
-        stored, computed, blocks: see Comparison.look().
+        stored, computed, blocks, bound: see Comparison.look().
     """
-    found = list(comparison.look(stored, computed, blocks))
+    found = list(comparison.look(stored, computed, blocks, bound))
     at = next((place for place, one in enumerate(found) if one is not None), None)
     if at is None:
         return ""
@@ -32,7 +44,7 @@ def cause_of(
     for other in comparison.units:
         if other == unit or other.page_bytes != unit.page_bytes:
             continue
-        if comparison.differ(unit, ours, comparison.pages(computed, other, blocks)) is None:
+        if comparison.differ(unit, ours, comparison.pages(computed, other, blocks), bound) is None:
             return (
                 f"rank {unit.rank}, layer {unit.layer} has what rank {other.rank}, layer "
                 f"{other.layer} computes: a layout, or the order of ranks or layers"
@@ -40,14 +52,14 @@ def cause_of(
     theirs = comparison.pages(computed, unit, blocks)
     for by in (1, -1):
         moved, kept = (ours[by:], theirs[:-by]) if by > 0 else (ours[:by], theirs[-by:])
-        if len(kept) and comparison.differ(unit, moved, kept) is None:
+        if len(kept) and comparison.differ(unit, moved, kept, bound) is None:
             return "blocks stand beside their place: a layout"
-    if _are_swapped(comparison, ours, theirs):
+    if _are_swapped(comparison, ours, theirs, bound):
         return "K has what V computes: a layout"
     return _spread(comparison, found)
 
 
-def _are_swapped(comparison: Comparison, ours: Bytes, theirs: Bytes) -> bool:
+def _are_swapped(comparison: Comparison, ours: Bytes, theirs: Bytes, bound: float) -> bool:
     """Whether K stands in V's place, and V in K's."""
     sides = comparison.sides or ()
     places = {side.name: side.places for side in sides}
@@ -57,7 +69,8 @@ def _are_swapped(comparison: Comparison, ours: Bytes, theirs: Bytes) -> bool:
     item = ours.view(np.uint16 if key.dtype != "float32" else np.uint32)
     swapped = item.copy()
     swapped[:, key.places], swapped[:, value.places] = item[:, value.places], item[:, key.places]
-    return comparison.differ(comparison.units[0], swapped.view(np.uint8), theirs) is None
+    raw = swapped.view(np.uint8)
+    return comparison.differ(comparison.units[0], raw, theirs, bound) is None
 
 
 def _spread(comparison: Comparison, found: list[Difference | None]) -> str:

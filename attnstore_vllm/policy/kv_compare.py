@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
 
 BOUND: Final = 0.5
-"""The distance up to which a difference may be rounding."""
+"""The distance up to which a difference may be rounding, whatever the model (learned_bound.py)."""
 FLOOR: Final = 0.01
 NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Types of KV whose distance is known."""
@@ -93,7 +93,6 @@ class Comparison:
         sides: by which the distance is known; None: bits are compared.
         content_bytes: of a page, from its beginning on: what is behind it may be anything. None:
             all of it.
-        bound: see BOUND.
     """
 
     def __init__(
@@ -101,12 +100,12 @@ class Comparison:
         units: Sequence[Unit],
         sides: Sequence[Side] | None,
         content_bytes: int | None = None,
-        bound: float = BOUND,
     ) -> None:
         self.units = tuple(units)
         self.sides = None if sides is None else tuple(sides)
-        self._content_bytes = content_bytes
-        self._bound = bound
+        self.content_bytes = content_bytes
+        self.largest = 0.0
+        """The largest distance that the last look() has met so far, of those it let pass."""
 
     @property
     def in_words(self) -> str:
@@ -114,20 +113,21 @@ class Comparison:
         if self.sides is None:
             return "bit for bit"
         names = " and ".join(side.name for side in self.sides)
-        return f"by the distance of {names}, which may be {self._bound:g}"
+        return f"by the distance of {names}, which may be {BOUND:g}, or what rounding has shown"
 
     def look(
-        self, stored: memoryview, computed: memoryview, blocks: Blocks
+        self, stored: memoryview, computed: memoryview, blocks: Blocks, bound: float = BOUND
     ) -> Iterator[Difference | None]:
         """The difference that each unit has; None: it has none. The caller may stop at any.
 
         Args:
             blocks: of the slots, that are compared.
+            bound: a distance beyond it is a difference.
         """
+        self.largest = 0.0
         for unit in self.units:
-            yield self.differ(
-                unit, *(self.pages(slot, unit, blocks) for slot in (stored, computed))
-            )
+            one, other = (self.pages(slot, unit, blocks) for slot in (stored, computed))
+            yield self.differ(unit, one, other, bound)
 
     def pages(self, slot: memoryview, unit: Unit, blocks: Blocks) -> Bytes:
         """[blocks, bytes]: the content of a unit's pages. No copy where the blocks follow each
@@ -137,14 +137,17 @@ class Comparison:
             for some in blocks
         ]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return np.ascontiguousarray(whole[:, : self._content_bytes])
+        return np.ascontiguousarray(whole[:, : self.content_bytes])
 
-    def differ(self, unit: Unit, one: Bytes, other: Bytes) -> Difference | None:
+    def differ(
+        self, unit: Unit, one: Bytes, other: Bytes, bound: float = BOUND
+    ) -> Difference | None:
         """The difference of two contents, if they have one.
 
         Args:
             unit: that it is of.
             one, other: see pages().
+            bound: see look().
         """
         if np.array_equal(one, other):
             return None
@@ -154,7 +157,9 @@ class Comparison:
         for side, distances in zip(self.sides, self.distances(one, other), strict=True):
             head = int(np.argmax(distances))
             distance = float(distances[head])
-            if distance > self._bound and (worst is None or distance > worst.distance):
+            if distance <= bound:
+                self.largest = max(self.largest, distance)
+            elif worst is None or distance > worst.distance:
                 worst = Difference(unit.rank, unit.layer, side.name, head, distance)
         return worst
 

@@ -11,6 +11,8 @@
     stop_after  hits that disagreed: all is forgotten, and nothing is served any more
 
 A copy is found by none: no look-up, no tier and no sibling. Of each rank its own part is compared.
+
+It is long since each end of a comparison says what goes, what is told, and what is kept.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.kv_causes import cause_of
 from attnstore_vllm.policy.kv_compare import Blocks, Comparison, Difference
 from attnstore_vllm.policy.visits import unknown_run
+from attnstore_vllm.store.audited_bounds import AuditedBounds
 from attnstore_vllm.store.audited_hits import AuditedHits
 from attnstore_vllm.store.trial import TierTrial
 from attnstore_vllm.tiers.context import Context
@@ -84,6 +87,7 @@ class Auditor:
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace
+        self._bounds = AuditedBounds(aside, namespace, len(comparisons))
         self._copying: dict[Chunk, _Pair] = {}
         """By the copy."""
         self._waiting: deque[_Pair] = deque()
@@ -210,8 +214,8 @@ class Auditor:
             pair = self._pair = self._waiting.popleft()
             is_void = pair.is_void
         self._found = None
-        look = self._comparison(pair).look
-        self._steps = iter(()) if is_void else look(*self._slots(pair), pair.blocks)
+        look, bound = self._comparison(pair).look, self._bounds.of(pair.group)
+        self._steps = iter(()) if is_void else look(*self._slots(pair), pair.blocks, bound)
         return True
 
     def _comparison(self, pair: _Pair) -> Comparison:
@@ -251,12 +255,11 @@ class Auditor:
                     io.forget(chunk)
                 residency.drop(chunk)
             fails = found is not None and not is_void and self.trial.is_open(tier)
-        if found is not None and not is_void:
+        if found is None:
+            self._learn(pair)
+        elif not is_void:
             self._tell(pair, found)
-            if fails:
-                self._fail(tier)
-            else:
-                self._count(pair.hit)
+            self._fail(tier) if fails else self._count(pair.hit)
         with context.progress:
             residency.release(pair.stored)
             residency.release(pair.copy)
@@ -274,13 +277,20 @@ class Auditor:
             return [pair.stored] if differs and not pair.is_void else []
         return hits.doubted(pair.hit, pair.stored, differs=differs)
 
+    def _learn(self, pair: _Pair) -> None:
+        """It agreed. What this process has computed twice tells how far rounding goes."""
+        comparison = self._comparison(pair)
+        if comparison.sides is not None and not (pair.is_void or pair.stored.brought_by):
+            self._bounds.note(pair.group, comparison.largest)
+
     def _tell(self, pair: _Pair, found: Difference) -> None:
         """Say it, and keep the bytes. The slots are held."""
         name = pair.stored.name
         said = str(found)
         if pair.hit != self._explained:
             self._explained = pair.hit
-            cause = cause_of(self._comparison(pair), *self._slots(pair), pair.blocks)
+            bound = self._bounds.of(pair.group)
+            cause = cause_of(self._comparison(pair), *self._slots(pair), pair.blocks, bound)
             said = f"{found} ({cause})"
         logger.error(
             "AttnStore's audit found KV that is not what the model computes: chunk %s, tokens %d "

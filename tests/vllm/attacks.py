@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.policy.learned_bound import PAIRS
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames
 from attnstore_vllm.types import Event
 from tests.shared.stranger import Stranger
@@ -102,6 +103,16 @@ def leave(engine: Engine, seed: str) -> None:
 
 def find(engine: Engine, seed: str) -> Seen:
     return judge(engine, asks(engine, seed))
+
+
+def run_a_while(engine: Engine) -> None:
+    """Other prompts come again in other crowds, and are audited: then the bound is learned."""
+    prompts = [random_tokens(("while", number), LENGTH) for number in range(PAIRS)]
+    for size in (1, 4):
+        engine.forget_hbm()
+        for first in range(0, len(prompts), size):
+            engine.finish(*[engine.submit(one) for one in prompts[first : first + size]])
+            engine.settle()
 
 
 # ---- adapters -------------------------------------------------------------------------------

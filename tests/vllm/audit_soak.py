@@ -48,16 +48,17 @@ class Recording(Comparison):
     """Notes each distance that is not 0."""
 
     def __init__(self, like: Comparison) -> None:
-        super().__init__(like.units, like.sides, bound=0.0)
+        super().__init__(like.units, like.sides, like.content_bytes)
         self.seen: list[float] = []
 
     def look(
-        self, stored: memoryview, computed: memoryview, blocks: Blocks
+        self, stored: memoryview, computed: memoryview, blocks: Blocks, bound: float = BOUND
     ) -> Iterator[Difference | None]:
-        for found in super().look(stored, computed, blocks):
-            if found is not None:
-                self.seen.append(found.distance)
-            yield found if found is not None and found.distance > BOUND else None
+        for found in super().look(stored, computed, blocks, bound):
+            worst = found.distance if found is not None else self.largest
+            if worst:
+                self.seen.append(worst)
+            yield found
 
 
 def record(engine: Engine) -> None:

@@ -45,12 +45,12 @@ ROWS = {
     "asleep at once": ("vLLM sleeps before an answer's end is copied", AUDIT),
     "updated first": ("weights are updated before the first request", TRIAL),
     "weights": ("weight files of the same size and time", TRIAL),
-    "one bit": ("the same, and one bit differs", NOT),
+    "one bit": ("the same, and one bit differs", TRIAL),
     "tables": ("`--max-model-len` chooses another rotary table (LongRoPE)", TRIAL),
     "kernels": ("another machine's kernels order the bytes otherwise", TRIAL),
-    "code": ("the code of the model's class changes", NOT),
+    "code": ("the code of the model's class changes", TRIAL),
     "uuid": ("a client's `uuid` names another sound", AUDIT),
-    "uuid, alike": ("the same, and the two sounds are much alike", NOT),
+    "uuid, alike": ("the same, and the two sounds are much alike", AUDIT),
     "encoder": ("vLLM's encoder keeps a sound as old weights heard it", AUDIT),
     "processor": ("the processor of sounds is set otherwise", NOT),
     "counter": ("vLLM names sounds by a counter, which begins anew", TRIAL),
@@ -132,13 +132,15 @@ def test_weights_of_one_size_and_time(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_one_bit_of_one_weight(start: Start, tmp_path: Path) -> None:
-    """By distance it is rounding; the answer is another one all the same."""
+    """The usual bound takes it for rounding; a learned one does not."""
     model = make_model(tmp_path / "model", TINY)
     given: dict[str, Any] = {
         "store": tmp_path / "store", "vllm": {"model": str(model)},
         "before": mends.weights_by_size_and_time,
     }  # fmt: skip
-    at = start(**given).call(attacks.leave_and_look_for_a_bit, "bit")
+    one = start(**given)
+    one.call(attacks.run_a_while)
+    at = one.call(attacks.leave_and_look_for_a_bit, "bit")
     attacks.flip_in_file(model, at)
     again = start(**given)
     check("one bit", again.call(attacks.find, "bit"), again)
@@ -169,7 +171,9 @@ def test_code_of_the_model(start: Start, tmp_path: Path) -> None:
         "vllm": {"hf_overrides": {"architectures": ["MyLlama"]}},
     }
     before = partial(mends.code_left_out, tmp_path, 1.0)
-    start(before=before, **given).call(attacks.leave, "code")
+    one = start(before=before, **given)
+    one.call(attacks.run_a_while)
+    one.call(attacks.leave, "code")
     again = start(before=partial(mends.code_left_out, tmp_path, 8.0), **given)
     check("code", again.call(attacks.find, "code"), again)
 
@@ -187,6 +191,7 @@ def test_sounds(start: Start, tmp_path: Path) -> None:
         "vllm": {"model": str(model), "load_format": "dummy", "max_model_len": LONG},
     }  # fmt: skip
     one = start(**given)
+    one.call(attacks.run_a_while)
     one.call(attacks.hear, "noise")
     check("uuid", one.call(attacks.uuid_of_another, "noise", "silence"), one)
     check("uuid, alike", one.call(attacks.uuid_of_another, "tone", "other tone"), one)

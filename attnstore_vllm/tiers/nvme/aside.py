@@ -4,6 +4,7 @@ namespace is not served any more.
 
     audit/<key>-<unix ns>.kv    a line of JSON without tokens, the stored bytes, the computed ones
     audit/stopped-<namespace>   why; an operator removes it
+    audit/learned               how far rounding goes: JSON, of the namespace that is in use
 
 KV tells of its tokens to who has the model: all of it has the rights of the store's own file, and
 `ttl` does not end it.
@@ -18,13 +19,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.own_files import make_directory, open_own, open_regular, replace_own
+from attnstore_vllm.own_files import make_directory, open_own, open_regular, read_own, replace_own
 
 DIRECTORY = "audit"
 SUFFIX = ".kv"
 HEAD_MAX = 1 << 20
 """Bytes of the line of JSON."""
 NAME_HEX = 16
+LEARNED, LEARNED_MAX = "learned", 1 << 16
+"""A file's name, and its bytes at most."""
 
 
 def stopped_path(directory: Path, namespace: bytes) -> Path:
@@ -81,6 +84,26 @@ class Aside:
         make_directory(path.parent)
         replace_own(path, f"{why}\n".encode(), durable=True)
         return path
+
+    def learn(self, namespace: bytes, learned: object) -> None:
+        """Leave what an audit has learned, in place of what is there.
+
+        Args:
+            learned: that JSON can say.
+        """
+        path = self._directory / DIRECTORY / LEARNED
+        make_directory(path.parent)
+        said = {"namespace": namespace.hex(), "learned": learned}
+        replace_own(path, json.dumps(said).encode())
+
+    def learned(self, namespace: bytes) -> object:
+        """What was left for this namespace; None: nothing that can be read. Raises nothing."""
+        try:
+            said = json.loads(read_own(self._directory / DIRECTORY / LEARNED, LEARNED_MAX))
+        except (OSError, ValueError, RecursionError):
+            return None
+        is_ours = isinstance(said, dict) and said.get("namespace") == namespace.hex()
+        return said.get("learned") if is_ours else None
 
 
 def kept(directory: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:

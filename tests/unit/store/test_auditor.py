@@ -20,6 +20,7 @@ from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.kv_causes import ALL_DIFFER
 from attnstore_vllm.policy.kv_compare import Comparison, Side, Unit
+from attnstore_vllm.policy.learned_bound import PAIRS
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
 from attnstore_vllm.tiers.remote_io import RemoteIo
@@ -48,7 +49,8 @@ SECRET = 4242
 
 def audited(open_rig: Rigs, path: Path, **options: Any) -> tuple[Rig, MemoryDevice]:
     given = {"stop_after": 100, **options.pop("audit", {})}
-    return open_rig(audit=AuditConfig(rate=1.0, **given), comparisons=(BITS,), path=path, **options)
+    options.setdefault("comparisons", (BITS,))
+    return open_rig(audit=AuditConfig(rate=1.0, **given), path=path, **options)
 
 
 def compare(
@@ -147,6 +149,49 @@ def test_what_is_behind_it_goes_too(
     assert [chunk.dropped for chunk in chunks] == [False, True, not is_exact]
     assert not other.dropped
     assert outcomes(rig) == {"agreed": 2, "differed": 1}
+
+
+def by_distance(open_rig: Rigs, path: Path, image: bytes | None = None) -> Rig:
+    given = {"image": image} if image is not None else {}
+    rig, _ = audited(open_rig, path, comparisons=(BY_DISTANCE,), **given)
+    return rig
+
+
+def numbers_of(seed: int) -> Any:
+    return np.random.default_rng(seed).standard_normal(PAYLOAD_BYTES // 2).astype(np.float16)
+
+
+def off_by(rig: Rig, number: int, part: float, *, is_ours: bool = True) -> dict[str, int]:
+    """What comes of a chunk whose stored numbers are all off by a part."""
+    right = numbers_of(number)
+    chunk = stored(rig, conversation(number), payload=(right * (1 + part)).tobytes())
+    chunk.brought_by = "" if is_ours else NVME
+    before = outcomes(rig)
+    compare(rig, chunk, right.tobytes(), hit=number)
+    rig.store.drop([chunk])  # makes room
+    return {name: n - before.get(name, 0) for name, n in outcomes(rig).items()}
+
+
+def learns(rig: Rig, *, is_ours: bool = True) -> None:
+    for number in range(PAIRS):
+        assert off_by(rig, number, 0.01, is_ours=is_ours)["agreed"] == 1
+
+
+def test_a_bound_is_learned_from_what_was_computed_twice(open_rig: Rigs, tmp_path: Path) -> None:
+    """And holds after a restart, in the same namespace."""
+    rig = by_distance(open_rig, tmp_path)
+    learns(rig, is_ours=False)
+    assert off_by(rig, 100, 0.2, is_ours=False)["agreed"] == 1, "nothing is known yet"
+    learns(rig)
+    assert off_by(rig, 101, 0.2)["differed"] == 1
+    (file,) = (tmp_path / "audit").glob("learned")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    again = by_distance(open_rig, tmp_path)
+    assert off_by(again, 102, 0.2)["differed"] == 1
+    assert off_by(again, 103, 0.05)["agreed"] == 1
+    file.write_text(file.read_text().replace(NAMESPACE.hex(), "00"))
+    another = by_distance(open_rig, tmp_path)
+    assert off_by(another, 104, 0.2)["agreed"] == 1
 
 
 def test_the_bytes_are_kept_for_their_owner_alone(open_rig: Rigs, tmp_path: Path) -> None:
