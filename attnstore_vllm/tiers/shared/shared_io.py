@@ -368,7 +368,7 @@ class SharedIo(RemoteIo):
         self._stores.append(_StoreJob(chunk, names, name, payload, done))
         self._num_storing += 1
 
-    def forget(self, chunk: Chunk) -> None:
+    def forget(self, chunk: Chunk, failed: Callable[[], object]) -> None:
         """The next one of this name is written over it. Until then none is asked for. That it may
         be there is known no longer than its lease lasts, so that is not looked at."""
         _remember(self._wrong, bytes(chunk.name.key), None)
