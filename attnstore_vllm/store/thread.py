@@ -89,7 +89,8 @@ class StoreThread:
         return not is_busy and all(tier.is_at_rest and not tier.num_storing for tier in self.tiers)
 
     def stop(self, grace_s: float) -> None:
-        """Write back what is dirty, of most worth first, for up to `grace_s`; then end all."""
+        """Write back what is dirty, of most worth first, for up to `grace_s`; then end all. A reset
+        that is under way is waited for too: the next start would find what it drops."""
         self._at_exit.detach()
         deadline = time.monotonic() + grace_s
         progress = self._context.progress
@@ -97,7 +98,7 @@ class StoreThread:
             for writer in self._writers:
                 writer.is_ending = True
             self.reader.forget_wanted()  # no request waits for it now, and reads go before writes
-            while self.has_writes() and not self._stopping:
+            while (self._is_resetting() or self.has_writes()) and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -116,6 +117,11 @@ class StoreThread:
         """Locked. Whether something is still to be written where that is possible."""
         pairs = zip(self.tiers, self._writers, strict=True)
         return any(writer.has_work and tier.health.writes.in_use for tier, writer in pairs)
+
+    def _is_resetting(self) -> bool:
+        """Locked."""
+        disk = self._context.disk_reset
+        return disk is not None and not disk.is_over
 
     def reset(self) -> list[Reset]:
         """Begin a reset of all tiers; the caller waits for it. From any thread."""

@@ -167,6 +167,24 @@ def test_a_stop_waits_until_what_differs_is_removed(open_rig: Rigs, tmp_path: Pa
     assert again.store.figures().counts["recovered"] == 0
 
 
+def test_a_stop_waits_until_a_reset_of_an_audit_is_on_the_disk(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """The trial of a start has failed, and no caller waits for the reset."""
+    rig, device = audited(open_rig, tmp_path)
+    stored(rig, conversation(1))
+    device.settle()
+    assert rig.store.audit is not None
+    device.hold()
+    rig.store.audit.reset()
+    slow = threading.Timer(0.3, device.release)
+    slow.start()
+    rig.close()
+    slow.join()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_what_is_behind_it_goes_too(
