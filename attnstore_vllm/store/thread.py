@@ -64,6 +64,8 @@ class StoreThread:
             for tier, of_tier in zip(tiers, rates, strict=True)
         ]
         self._stopping = False
+        self._resets: list[Reset] = []
+        """Locked. Those of the last reset."""
         self.is_out = False
         """Locked. The thread has ended by an error of ours: all it moves is out of use for good."""
         self._thread = threading.Thread(target=self._run, name="attnstore", daemon=True)
@@ -120,8 +122,7 @@ class StoreThread:
 
     def _is_resetting(self) -> bool:
         """Locked."""
-        disk = self._context.disk_reset
-        return disk is not None and not disk.is_over
+        return not all(reset.is_over for reset in self._resets)
 
     def reset(self) -> list[Reset]:
         """Begin a reset of all tiers; the caller waits for it. From any thread."""
@@ -132,7 +133,7 @@ class StoreThread:
             self._context.residency.drop_all()
             first, *others = self.tiers
             self._context.disk_reset = first.reset()
-            resets = [self._context.disk_reset, *(tier.reset() for tier in others)]
+            self._resets = resets = [self._context.disk_reset, *(tier.reset() for tier in others)]
         for tier in self.tiers:
             tier.submit()
         self.wake()
