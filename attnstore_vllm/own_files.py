@@ -20,7 +20,7 @@ from pathlib import Path
 
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _UNKNOWN_UID = int(Path("/proc/sys/kernel/overflowuid").read_text())
-"""The number of all users that this process's user namespace does not know, as of `nobody`."""
+"""In a user namespace all users that it does not know have this number, and one that it knows."""
 _NO_FILE = {errno.ELOOP: "is a link", errno.ENXIO: "is a pipe, a socket or a device"}
 
 
@@ -85,8 +85,8 @@ def open_own(path: Path, flags: int) -> int:
 def is_ours(fd: int, found: os.stat_result) -> bool:
     """Whether an open file or directory is this user's.
 
-    A server that runs as `nobody` in a user namespace has the number that all strangers have there.
-    Then the kernel is asked, which lets the owner alone set a mode: it is set to what it is.
+    A server may run under the number that all strangers have in its user namespace. Then the kernel
+    is asked, which lets the owner alone set a mode: it is set to what it is.
     """
     if found.st_uid != os.geteuid() or found.st_uid != _UNKNOWN_UID:
         return found.st_uid == os.geteuid()

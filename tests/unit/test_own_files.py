@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of ours are opened by one module, which looks at what it opened before it is believed."""
+"""Files of ours are opened by one module, which looks at what it opened before it is believed.
+
+It is long since each kind of stranger's file, and each call that opens one, is listed here.
+"""
 
 from __future__ import annotations
 

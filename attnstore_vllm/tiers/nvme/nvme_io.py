@@ -425,7 +425,8 @@ class NvmeIo(TierIo):
             self.health.note_write(completion.error)
             if completion.error is not None:
                 logger.error(
-                    "it cannot be removed from NVMe: %s. All begins anew", completion.error
+                    "all tiers begin anew: what an audit found wrong stays on NVMe: %s",
+                    completion.error,
                 )
                 failed()
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored chunks beside copies of what was computed, over a store in memory."""
+"""Stored chunks beside copies of what was computed, over a store in memory.
+
+It is long since all that may be under way when an audit ends has its story here.
+"""
 
 from __future__ import annotations
 
