@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_UNKNOWN_UID = int(Path("/proc/sys/kernel/overflowuid").read_text())
+"""In a user namespace all users that it does not know have this number, and one that it knows."""
 _NO_FILE = {errno.ELOOP: "is a link", errno.ENXIO: "is a pipe, a socket or a device"}
 
 
@@ -73,17 +75,38 @@ def open_own(path: Path, flags: int) -> int:
     """
     fd = open_regular(path, flags)
     try:
-        _check_file(path, os.fstat(fd))
+        _check_file(path, fd)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _check_file(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid():
+def is_ours(fd: int, found: os.stat_result) -> bool:
+    """Whether an open file or directory is this user's.
+
+    A server may run under the number that all strangers have in its user namespace. Then the kernel
+    is asked, which lets the owner alone set a mode: it is set to what it is.
+    """
+    if found.st_uid != os.geteuid() or found.st_uid != _UNKNOWN_UID:
+        return found.st_uid == os.geteuid()
+    try:
+        os.chmod(f"/proc/self/fd/{fd}", stat.S_IMODE(found.st_mode))
+    except OSError:
+        return False
+    return True
+
+
+def _owner(found: os.stat_result) -> str:
+    is_known = found.st_uid != os.geteuid()
+    return f"user {found.st_uid}" if is_known else "a user that this namespace does not know"
+
+
+def _check_file(path: Path, fd: int) -> None:
+    found = os.fstat(fd)
+    if not is_ours(fd, found):
         raise NotOursError(
-            path, f"belongs to user {found.st_uid}; expected this user, {os.geteuid()}. Remove it"
+            path, f"belongs to {_owner(found)}; expected this user, {os.geteuid()}. Remove it"
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & stat.S_IWOTH or (_group_may_write(found) and not _is_given_to_group(path.parent)):
@@ -94,7 +117,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
 
 def _group_may_write(found: os.stat_result) -> bool:
     """Whether a group may that has others in it."""
-    is_private = found.st_uid == found.st_gid != 0
+    is_private = found.st_uid == found.st_gid not in (0, _UNKNOWN_UID)
     return bool(found.st_mode & stat.S_IWGRP) and not is_private
 
 
@@ -173,15 +196,16 @@ def check_directory(path: Path) -> None:
     fd = os.open(path, flags)
     try:
         found = os.fstat(fd)
+        is_believed = found.st_uid == 0 or is_ours(fd, found)
     finally:
         os.close(fd)
     if not stat.S_ISDIR(found.st_mode):
         raise NotOursError(path, "is a link or a file; it must be a directory")
     mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (0, os.geteuid()):
+    if not is_believed:
         raise NotOursError(
             path,
-            f"belongs to user {found.st_uid}; expected this user, {os.geteuid()}, or root. Run: "
+            f"belongs to {_owner(found)}; expected this user, {os.geteuid()}, or root. Run: "
             f"chown -R {os.geteuid()} {path}, or name another directory",
         )
     if mode & stat.S_IWOTH or (_group_may_write(found) and not mode & stat.S_ISGID):

@@ -252,7 +252,7 @@ class Auditor:
                 hits.note(pair.hit, pair.stored, differs=differs)
             for chunk in doubted:
                 for io in self._tiers:
-                    io.forget(chunk)
+                    io.forget(chunk, self.reset)
                 residency.drop(chunk)
             fails = found is not None and not is_void and self.trial.is_open(tier)
         if found is None:

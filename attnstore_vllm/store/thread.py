@@ -64,6 +64,8 @@ class StoreThread:
             for tier, of_tier in zip(tiers, rates, strict=True)
         ]
         self._stopping = False
+        self._resets: list[Reset] = []
+        """Locked. Those of the last reset."""
         self.is_out = False
         """Locked. The thread has ended by an error of ours: all it moves is out of use for good."""
         self._thread = threading.Thread(target=self._run, name="attnstore", daemon=True)
@@ -89,7 +91,8 @@ class StoreThread:
         return not is_busy and all(tier.is_at_rest and not tier.num_storing for tier in self.tiers)
 
     def stop(self, grace_s: float) -> None:
-        """Write back what is dirty, of most worth first, for up to `grace_s`; then end all."""
+        """Write back what is dirty, of most worth first, for up to `grace_s`; then end all. A reset
+        that is under way is waited for too: the next start would find what it drops."""
         self._at_exit.detach()
         deadline = time.monotonic() + grace_s
         progress = self._context.progress
@@ -97,7 +100,7 @@ class StoreThread:
             for writer in self._writers:
                 writer.is_ending = True
             self.reader.forget_wanted()  # no request waits for it now, and reads go before writes
-            while self.has_writes() and not self._stopping:
+            while (self._is_resetting() or self.has_writes()) and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -117,6 +120,10 @@ class StoreThread:
         pairs = zip(self.tiers, self._writers, strict=True)
         return any(writer.has_work and tier.health.writes.in_use for tier, writer in pairs)
 
+    def _is_resetting(self) -> bool:
+        """Locked."""
+        return not all(reset.is_over for reset in self._resets)
+
     def reset(self) -> list[Reset]:
         """Begin a reset of all tiers; the caller waits for it. From any thread."""
         with self._context.progress:
@@ -126,7 +133,7 @@ class StoreThread:
             self._context.residency.drop_all()
             first, *others = self.tiers
             self._context.disk_reset = first.reset()
-            resets = [self._context.disk_reset, *(tier.reset() for tier in others)]
+            self._resets = resets = [self._context.disk_reset, *(tier.reset() for tier in others)]
         for tier in self.tiers:
             tier.submit()
         self.wake()

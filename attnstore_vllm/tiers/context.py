@@ -63,6 +63,11 @@ class StoreClock:
             self._look_at = now + LOOK_S
         return now + self._ahead
 
+    def steady(self) -> float:
+        """Seconds since the machine's start alone. For what there is so much of in a time: the wall
+        clock may be put ahead by time that has not passed."""
+        return self._boot()
+
     def look(self) -> None:
         """The next call tells of all that the wall clock has been put ahead by till now."""
         with self._looking:
@@ -136,6 +141,10 @@ class Context:
 
     def __post_init__(self) -> None:
         self.has_leases = self.ttl_s is not None
+
+    def steady(self) -> float:
+        """See StoreClock. For budgets."""
+        return self.clock.steady() if isinstance(self.clock, StoreClock) else self.clock()
 
     def clock_and_wall(self) -> tuple[float, float]:
         """For what is told of a time in a file: by what the wall clock was put ahead is in both."""

@@ -146,9 +146,13 @@ class TierIo(ABC):
     def reset(self) -> Reset:
         """Locked. All that this tier has is invalid, also for the next process. With submit()."""
 
-    def forget(self, chunk: Chunk) -> None:  # noqa: B027 - not all can
+    def forget(self, chunk: Chunk, failed: Callable[[], object]) -> None:  # noqa: B027 - not all can
         """Locked. The chunk is wrong, and about to be dropped: no later start may find it, nor any
-        engine that shares the tier. With submit()."""
+        engine that shares the tier. With submit().
+
+        Args:
+            failed: called without the lock where the next start would find it.
+        """
 
     def leave(self) -> None:  # noqa: B027 - most are this engine's alone
         """Locked. From now on nothing of this engine is shared with others, nor theirs with it."""

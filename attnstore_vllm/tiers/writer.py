@@ -62,7 +62,7 @@ class Writer:
                 tier.submit()
                 return
             with context.progress:
-                if not self._budget.take(context.clock(), tier.record_bytes):
+                if not self._budget.take(context.steady(), tier.record_bytes):
                     return
                 residency = context.residency
                 residency.now = context.clock()

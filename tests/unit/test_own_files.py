@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of ours are opened by one module, which looks at what it opened before it is believed."""
+"""Files of ours are opened by one module, which looks at what it opened before it is believed.
+
+It is long since each kind of stranger's file, and each call that opens one, is listed here.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ import ast
 import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +30,7 @@ from attnstore_vllm.own_files import (
     read_own,
     replace_own,
 )
-from tests.helpers import give_away
+from tests.helpers import STRANGER, give_away
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, LAB = ROOT / "attnstore_vllm", ROOT / "attnstore_lab"
@@ -177,6 +184,76 @@ def test_another_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     theirs = give_away(folder, monkeypatch)
     with pytest.raises(NotOursError, match=f"belongs to user {theirs}"):
         check_directory(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it needs two users")
+def test_the_group_of_nobody_has_others_in_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of rights for a stranger, too, shows as a right of the group."""
+    os.chown(file, STRANGER, STRANGER)
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    file.chmod(0o600)
+    os.close(open_own(file, os.O_RDWR))
+    file.chmod(0o660)
+    assert "others may write to it" in why_not(file)
+
+
+IN_A_NAMESPACE = """
+import ctypes, os, sys
+from pathlib import Path
+from attnstore_vllm.own_files import check_directory, read_own
+from attnstore_vllm.tiers.shared.secret import read_secret
+if ctypes.CDLL(None).unshare(0x10000000):
+    sys.exit(99)
+print(flush=True)
+sys.stdin.readline()
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+for directory in map(Path, sys.argv[1:]):
+    assert os.stat(directory).st_uid == os.geteuid()
+    for look in (check_directory, lambda path: read_own(path / "file", 99)):
+        try:
+            look(directory)
+            print("believed")
+        except OSError as error:
+            print(error)
+    try:
+        read_secret(directory / "file")
+        print("believed")
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it needs two users")
+def test_nobody_in_a_user_namespace_believes_no_stranger() -> None:
+    """There all users have its number that the namespace does not know."""
+    with tempfile.TemporaryDirectory() as made:
+        base = Path(made)
+        base.chmod(0o1777)
+        for name, uid in (("ours", 3000), ("theirs", 3001)):
+            (base / name).mkdir(mode=0o755)
+            (base / name / "file").write_bytes(64 * b"x")
+            os.chown(base / name, uid, uid)
+            os.chown(base / name / "file", uid, uid)
+            (base / name / "file").chmod(0o400 if name == "ours" else 0o444)
+        found = _in_namespace(3000, base / "ours", base / "theirs")
+    assert found[:3] == ["believed"] * 3
+    assert len(found) == 6
+    assert all(" belongs to " in line for line in found[3:]), found
+
+
+def _in_namespace(uid: int, *directories: Path) -> list[str]:
+    """Lines that IN_A_NAMESPACE prints as user `uid`, who is `nobody` there."""
+    command = [sys.executable, "-c", IN_A_NAMESPACE, *map(str, directories)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as child:
+        assert child.stdin is not None and child.stdout is not None
+        if not child.stdout.readline():
+            pytest.skip("no user namespaces here")
+        for kind in ("uid_map", "gid_map"):
+            Path(f"/proc/{child.pid}/{kind}").write_text(f"65534 {uid} 1")
+        said, _ = child.communicate("\n", timeout=60)
+    return said.splitlines()
 
 
 def test_a_link_to_a_directory(tmp_path: Path) -> None:

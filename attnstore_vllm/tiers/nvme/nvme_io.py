@@ -150,6 +150,8 @@ class NvmeIo(TierIo):
         # Only the order of records comes from it; a clock that was set back costs order.
         self._sequence = int(context.wall() * 1e9)
         self._is_claiming = False
+        self._num_forgetting = 0
+        """Removals that are not on the disk yet: a stop waits for them."""
         self.is_new = not slab.foreign and len(slab.own) == len(slab.fresh)
         for segment in slab.fresh:
             records = slab.records_of(segment)
@@ -170,7 +172,8 @@ class NvmeIo(TierIo):
 
     @property
     def num_storing(self) -> int:
-        return self._depths[1] - len(self._store_frames) + self._is_claiming
+        busy = self._depths[1] - len(self._store_frames)
+        return busy + self._is_claiming + self._num_forgetting
 
     @property
     def can_load(self) -> bool:
@@ -406,18 +409,26 @@ class NvmeIo(TierIo):
             done(completion.checksum if completion.error is None else StoreFailure.FAILED)
         self.health.note_write(completion.error)
 
-    def forget(self, chunk: Chunk) -> None:
+    def forget(self, chunk: Chunk, failed: Callable[[], object]) -> None:
         """Zeros take the place of its header. A power loss right then may bring it back."""
         copy, residency = chunk.at(NVME), self._context.residency
         if copy.state is not State.READY:
             return
         residency.begin_scrub(self.tier, chunk)
+        self._num_forgetting += 1
         page = memoryview(mmap.mmap(-1, self._disk.slab.header_bytes))
 
         def done(completion: Completion) -> None:
             with self._context.progress:
                 residency.end_scrub(self.tier, chunk)
+                self._num_forgetting -= 1
             self.health.note_write(completion.error)
+            if completion.error is not None:
+                logger.error(
+                    "all tiers begin anew: what an audit found wrong stays on NVMe: %s",
+                    completion.error,
+                )
+                failed()
 
         offset, late = self._disk.slab.offset(copy.slot), self._disk.late(Op.WRITE)
         request = DiskRequest(Op.WRITE, done, late, offset, (page,))

@@ -20,6 +20,7 @@ from blake3 import blake3
 from attnstore_vllm.config.shared import PREFIX
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.io.checksum import checksum, copy_checksums
+from attnstore_vllm.own_files import is_ours
 
 SECRET_BYTES_MIN, SECRET_BYTES_MAX = 32, 4096
 SEAL_BYTES = 32
@@ -109,7 +110,7 @@ def read_secret(path: Path) -> bytes:
         found = os.fstat(opened)
         if not stat.S_ISREG(found.st_mode):
             raise ConfigError(f"{what} is no regular file; name a file that has the secret")
-        if found.st_uid not in (os.geteuid(), 0):
+        if found.st_uid != 0 and not is_ours(opened, found):
             raise ConfigError(
                 f"{what} belongs to user {found.st_uid}, who can change it; it must belong to the "
                 f"server's user ({os.geteuid()}) or to root"

@@ -354,13 +354,13 @@ class SharedIo(RemoteIo):
     # ---- DRAM -> the shared tier -------------------------------------------------------
 
     def must_wait(self) -> bool:
-        now = self.context.clock()
+        now = self.context.steady()
         if self.generation.usable is None or not self.helper.is_running:
             return True
         return not all(budget.take(now, 0) for budget in self._budgets)
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
-        names, now = self._names(), self.context.clock()
+        names, now = self._names(), self.context.steady()
         for budget in self._budgets:
             budget.take(now, self.record_bytes)
         # Named now: what is in DRAM before a reset must not get a name of after it.
@@ -368,7 +368,7 @@ class SharedIo(RemoteIo):
         self._stores.append(_StoreJob(chunk, names, name, payload, done))
         self._num_storing += 1
 
-    def forget(self, chunk: Chunk) -> None:
+    def forget(self, chunk: Chunk, failed: Callable[[], object]) -> None:
         """The next one of this name is written over it. Until then none is asked for. That it may
         be there is known no longer than its lease lasts, so that is not looked at."""
         _remember(self._wrong, bytes(chunk.name.key), None)

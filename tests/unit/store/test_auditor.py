@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored chunks beside copies of what was computed, over a store in memory."""
+"""Stored chunks beside copies of what was computed, over a store in memory.
+
+It is long since all that may be under way when an audit ends has its story here.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import stat
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +129,65 @@ def test_what_differs_leaves_all_tiers_also_for_the_next_start(
     (line,) = [record.getMessage() for record in caplog.records]
     assert chunk.name.key.hex()[:16] in line and "rank 0, layer 1: other bits" in line
     assert str(SECRET) not in line
+
+
+def test_what_cannot_be_removed_from_the_disk_leaves_nothing_to_the_next_start(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """One write fails, or is given up since it is late: its record is whole."""
+    rig, device = audited(open_rig, tmp_path)
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    stored(rig, conversation(2))
+    device.settle()
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, ALL)
+    assert copy is not None
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(chunk.name)
+    device.hold()
+    rig.store.finish_saves([copy])
+    rig.until(lambda: bool(device.pending))
+    device.cancel([request.tag for request in device.pending])
+    device.release()
+    rig.until_idle()
+    device.settle()
+    assert outcomes(rig) == {"differed": 1}
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
+
+
+def test_a_stop_waits_until_what_differs_is_removed(open_rig: Rigs, tmp_path: Path) -> None:
+    rig, device = audited(open_rig, tmp_path)
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    device.settle()
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, ALL)
+    assert copy is not None
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(chunk.name)
+    device.hold()
+    rig.store.finish_saves([copy])
+    rig.until(lambda: bool(device.pending))
+    slow = threading.Timer(0.3, device.release)
+    slow.start()
+    rig.close()
+    slow.join()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
+
+
+def test_a_stop_waits_until_a_reset_of_an_audit_is_on_the_disk(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """The trial of a start has failed, and no caller waits for the reset."""
+    rig, device = audited(open_rig, tmp_path)
+    stored(rig, conversation(1))
+    device.settle()
+    assert rig.store.audit is not None
+    device.hold()
+    rig.store.audit.reset()
+    slow = threading.Timer(0.3, device.release)
+    slow.start()
+    rig.close()
+    slow.join()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])

@@ -353,6 +353,31 @@ def test_a_store_on_a_file_of_before_begins_with_no_savings(open_rig: Rigs, wall
     again.until(lambda: counts(again).get("written", 0) >= 10)
 
 
+def test_a_wall_clock_that_is_put_ahead_adds_nothing_to_the_writes_of_a_day() -> None:
+    """One that two daemons set ahead and back by an hour, within some seconds."""
+    boot, wall, daily = Clock(), Wall(), 10 * 24 * RECORD_BYTES
+    clock = StoreClock(boot, wall)
+    rig = memory_rig(
+        64, 32, clock=clock, wall=wall, daily_writes_bytes=daily, ttl_s=DAY_S, threaded=False
+    )
+    for number in range(8):
+        ask(rig, number)
+    for _ in range(4):
+        wall.now -= 3600.0
+        boot.now += 1.0
+        clock()
+        wall.now += 3600.0
+        boot.now += 1.0
+        for _ in range(16):
+            rig.store.tick()
+    assert counts(rig)["written"] == 11, "an hour's, and one that overdraws by what has passed"
+    boot.now, wall.now = boot.now + 3600.0, wall.now + 3600.0
+    for _ in range(16):
+        rig.store.tick()
+    assert counts(rig)["written"] == 21
+    rig.pool.close()
+
+
 # ---- the class ---------------------------------------------------------------------------------
 
 

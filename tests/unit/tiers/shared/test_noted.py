@@ -107,3 +107,21 @@ def test_a_reset_that_noted_nothing_has_failed(rig: Rig, tmp_path: Path) -> None
     assert io.save_generation() is True
     io.context.disk_reset = second
     assert io.save_generation() is False
+
+
+def test_a_stop_waits_until_it_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next start of this directory finds there what was before the reset."""
+    tier = make({"redis": {"url": "redis://nowhere:1"}}, NAMESPACE, directory=tmp_path)
+    rig = memory_rig(more_tiers=(tier,))
+    io, noted = io_of(rig), list[bool]()
+    save = io.save_generation
+
+    def slow() -> bool:
+        time.sleep(0.3)
+        noted.append(save())
+        return noted[-1]
+
+    monkeypatch.setattr(io, "save_generation", slow)
+    rig.store.thread.reset()
+    rig.close()
+    assert noted[:1] == [True]
