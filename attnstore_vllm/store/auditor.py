@@ -96,6 +96,8 @@ class Auditor:
         self._steps: Iterator[Difference | None] = iter(())
         self._found: Difference | None = None
         self._hits = AuditedHits()
+        self._leaving: list[Chunk] = []
+        """Locked. Wrong chunks, dropped and held, of which a write is under way."""
         self._bad_hits: set[int] = set()
         self._explained: int | None = None
         """The hit whose cause was looked for last. That costs as much as two comparisons."""
@@ -185,10 +187,16 @@ class Auditor:
             if pair is not None:
                 self._waiting.append(pair)
 
+    @property
+    def is_busy(self) -> bool:
+        """Locked. Something that the workers have copied is to be compared, or to be removed."""
+        return bool(self._waiting or self._leaving) or self._pair is not None
+
     # ---- the store's thread ------------------------------------------------------------
 
     def tick(self) -> bool:
         """Compare for SLICE_S. Returns whether there is more to be compared now."""
+        self._end_removals()
         until = self.context.clock() + SLICE_S
         while self._next():
             if self._found is None:
@@ -198,8 +206,7 @@ class Auditor:
                         break
                     if self.context.clock() > until:
                         return True
-            if not self._end():
-                return False
+            self._end()
             if self.context.clock() > until:
                 return True
         return False
@@ -228,8 +235,8 @@ class Auditor:
         pool = self.context.pool
         return pool.slot(pair.stored.dram.slot), pool.slot(pair.copy.dram.slot)
 
-    def _end(self) -> bool:
-        """All of the pair was compared, or enough of it. False: it is to be ended later."""
+    def _end(self) -> None:
+        """All of the pair was compared, or enough of it."""
         pair, found, context = self._pair, self._found, self.context
         assert pair is not None
         residency, tier = context.residency, pair.stored.brought_by
@@ -237,10 +244,6 @@ class Auditor:
             is_void, differs = pair.is_void, found is not None
             hits = None if self._comparison(pair).sides is None else self._hits
             doubted = self._doubted(pair, hits, differs=differs)
-            # A write that is under way would leave its record to the next start.
-            copies = [copy for chunk in doubted for copy in chunk.behind.values()]
-            if any(copy.state is State.WRITING for copy in copies):
-                return False
             if is_void:
                 residency.counts[Event.NOT_COMPARED] += 1
             elif found is None:
@@ -251,9 +254,7 @@ class Auditor:
             if hits is not None and not is_void:
                 hits.note(pair.hit, pair.stored, differs=differs)
             for chunk in doubted:
-                for io in self._tiers:
-                    io.forget(chunk, self.reset)
-                residency.drop(chunk)
+                self._remove(chunk)
             fails = found is not None and not is_void and self.trial.is_open(tier)
         if found is None:
             self._learn(pair)
@@ -269,7 +270,31 @@ class Auditor:
         for io in self._tiers:
             io.submit()
         self._pair, self._steps, self._found = None, iter(()), None
-        return True
+
+    def _remove(self, chunk: Chunk) -> None:
+        """Locked. No request finds it from now on. A write that is under way would leave its record
+        to the next start: it is held until that has ended, be it late."""
+        if _is_written(chunk):
+            chunk.dram.uses += 1
+            self._leaving.append(chunk)
+        self._forget(chunk)
+        self.context.residency.drop(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        for io in self._tiers:
+            io.forget(chunk, self.reset)
+
+    def _end_removals(self) -> None:
+        """Of chunks that were being written when they were found to be wrong."""
+        if not self._leaving:
+            return
+        with self.context.progress:
+            for chunk in [chunk for chunk in self._leaving if not _is_written(chunk)]:
+                self._leaving.remove(chunk)
+                self._forget(chunk)
+                self.context.residency.release(chunk)
+        for io in self._tiers:
+            io.submit()
 
     def _doubted(self, pair: _Pair, hits: AuditedHits | None, *, differs: bool) -> list[Chunk]:
         """Chunks that go. Where bits are compared (no `hits`) what agrees is right."""
@@ -391,6 +416,10 @@ class Auditor:
             return write()
         except OSError as error:
             return f"Nothing could be written: {error}."
+
+
+def _is_written(chunk: Chunk) -> bool:
+    return any(copy.state is State.WRITING for copy in chunk.behind.values())
 
 
 def auditor_of(

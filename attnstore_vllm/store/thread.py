@@ -92,7 +92,7 @@ class StoreThread:
 
     def stop(self, grace_s: float) -> None:
         """Write back what is dirty, of most worth first, for up to `grace_s`; then end all. A reset
-        that is under way is waited for too: the next start would find what it drops."""
+        or an audit that is under way is waited for too: the next start would find what it drops."""
         self._at_exit.detach()
         deadline = time.monotonic() + grace_s
         progress = self._context.progress
@@ -100,7 +100,7 @@ class StoreThread:
             for writer in self._writers:
                 writer.is_ending = True
             self.reader.forget_wanted()  # no request waits for it now, and reads go before writes
-            while (self._is_resetting() or self.has_writes()) and not self._stopping:
+            while self._must_go_on() and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
@@ -120,9 +120,11 @@ class StoreThread:
         pairs = zip(self.tiers, self._writers, strict=True)
         return any(writer.has_work and tier.health.writes.in_use for tier, writer in pairs)
 
-    def _is_resetting(self) -> bool:
-        """Locked."""
-        return not all(reset.is_over for reset in self._resets)
+    def _must_go_on(self) -> bool:
+        """Locked. Whether the next start would miss or find what it should not."""
+        is_auditing = self._audit is not None and self._audit.is_busy
+        is_resetting = not all(reset.is_over for reset in self._resets)
+        return is_auditing or is_resetting or self.has_writes()
 
     def reset(self) -> list[Reset]:
         """Begin a reset of all tiers; the caller waits for it. From any thread."""

@@ -10,6 +10,7 @@ import json
 import logging
 import stat
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8), Unit(0, 1, PAYLOAD_BYTES /
 NUMBERS = np.arange(PAYLOAD_BYTES // 16).reshape(1, 1, -1)
 BY_DISTANCE = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8)], [Side("K", "float16", NUMBERS)])
 ALL = [range(4)]
+HANGS_MS = 60_000
+"""A device is given so long: one that hangs may not give a request back when it is asked to."""
 SECRET = 4242
 """A token that no file and no line may have."""
 
@@ -406,22 +409,96 @@ def test_copies_are_few_at_a_time(open_rig: Rigs, tmp_path: Path) -> None:
     assert outcomes(rig) == {"agreed": 2, "not_compared": 1}
 
 
-def test_a_write_that_is_under_way_ends_first(open_rig: Rigs, tmp_path: Path) -> None:
-    """Else its record would be found by the next start."""
-    rig, device = audited(open_rig, tmp_path)
+def begin_to_compare(rig: Rig, chunk: Chunk, computed: bytes, hit: int = 1) -> None:
+    """As compare(), while the device may hang."""
+    copy = rig.store.begin_audit(hit, chunk, chunk.dram, ALL)
+    assert copy is not None
+    rig.pool.slot(copy.dram.slot)[:] = computed
+    rig.store.finish_saves([copy])
+
+
+def being_written(rig: Rig, device: MemoryDevice) -> Chunk:
+    """A wrong chunk whose write hangs."""
     device.hold()
     chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
     rig.until(lambda: chunk.at(NVME).state is State.WRITING)
-    copy = rig.store.begin_audit(1, chunk, chunk.dram, ALL)
-    assert copy is not None
-    rig.pool.slot(copy.dram.slot)[:] = payload_of(chunk.name)
-    rig.store.finish_saves([copy])
-    device.settle()
-    assert outcomes(rig) == {} and not chunk.dropped
+    return chunk
+
+
+def test_what_differs_is_not_served_while_a_write_of_it_hangs(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """And once that has ended, the next start does not find its record."""
+    rig, device = audited(open_rig, tmp_path, io_deadline_ms=HANGS_MS)
+    chunk = being_written(rig, device)
+    begin_to_compare(rig, chunk, payload_of(chunk.name))
+    rig.until(lambda: bool(outcomes(rig)))
+    assert outcomes(rig) == {"differed": 1}
+    assert rig.read(sequence_of(conversation(1, 16)), wait=False) == []
     device.release()
     rig.until_idle()
     device.settle()
-    assert outcomes(rig) == {"differed": 1} and chunk.dropped
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
+
+
+def test_a_write_that_hangs_keeps_no_other_chunk_from_being_compared(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    given = {"audit": {"stop_after": 2}, "dram_slots": 16, "io_deadline_ms": HANGS_MS}
+    rig, device = audited(open_rig, tmp_path, **given)
+    other = stored(rig, conversation(2), payload=bytes(PAYLOAD_BYTES))
+    device.settle()
+    chunk = being_written(rig, device)
+    for hit, one in enumerate((chunk, other)):
+        begin_to_compare(rig, one, payload_of(one.name), hit=hit)
+    rig.until(lambda: rig.store.is_distrusted)
+    device.release()
+    rig.until_idle()
+
+
+def test_a_stop_waits_until_what_is_being_written_is_removed(
+    open_rig: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the store's thread comes to it some time after the write has ended."""
+    rig, device = audited(open_rig, tmp_path, io_deadline_ms=HANGS_MS)
+    chunk = being_written(rig, device)
+    begin_to_compare(rig, chunk, payload_of(chunk.name))
+    assert rig.store.audit is not None
+    tick = rig.store.audit.tick
+
+    def late() -> bool:
+        time.sleep(0.05)
+        return tick()
+
+    monkeypatch.setattr(rig.store.audit, "tick", late)
+    timers = [threading.Timer(0.3, device.step), threading.Timer(0.6, device.release)]
+    for timer in timers:
+        timer.start()
+    rig.close()
+    for timer in timers:
+        timer.join()
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts["recovered"] == 0
+
+
+def test_what_is_behind_it_is_removed_once_it_is_written(open_rig: Rigs, tmp_path: Path) -> None:
+    given = {"comparisons": (BY_DISTANCE,), "dram_slots": 16, "io_deadline_ms": HANGS_MS}
+    rig, device = audited(open_rig, tmp_path, **given)
+    device.hold()
+    names = names_of(sequence_of(conversation(1, 32)))
+    right = numbers_of(1).tobytes()
+    for name in names:
+        assert rig.put(name, right) is not None
+    first, behind = map(rig.chunk, names)
+    rig.until(lambda: behind.at(NVME).state is State.WRITING)
+    for chunk, computed in ((behind, right), (first, (-numbers_of(1)).tobytes())):
+        begin_to_compare(rig, chunk, computed)
+    rig.until(lambda: outcomes(rig) == {"agreed": 1, "differed": 1})
+    assert first.dropped and behind.dropped
+    device.release()
+    rig.until_idle()
+    device.settle()
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 0
 
