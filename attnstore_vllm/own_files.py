@@ -83,7 +83,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def is_ours(fd: int, found: os.stat_result) -> bool:
-    """Whether an open file or directory is this user's.
+    """Whether an open file, directory or socket is this user's.
 
     A server may run under the number that all strangers have in its user namespace. Then the kernel
     is asked, which lets the owner alone set a mode: it is set to what it is.
@@ -97,7 +97,8 @@ def is_ours(fd: int, found: os.stat_result) -> bool:
     return True
 
 
-def _owner(found: os.stat_result) -> str:
+def owner_of(found: os.stat_result) -> str:
+    """In words, of what is not ours."""
     is_known = found.st_uid != os.geteuid()
     return f"user {found.st_uid}" if is_known else "a user that this namespace does not know"
 
@@ -106,7 +107,7 @@ def _check_file(path: Path, fd: int) -> None:
     found = os.fstat(fd)
     if not is_ours(fd, found):
         raise NotOursError(
-            path, f"belongs to {_owner(found)}; expected this user, {os.geteuid()}. Remove it"
+            path, f"belongs to {owner_of(found)}; expected this user, {os.geteuid()}. Remove it"
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & stat.S_IWOTH or (_group_may_write(found) and not _is_given_to_group(path.parent)):
@@ -205,7 +206,7 @@ def check_directory(path: Path) -> None:
     if not is_believed:
         raise NotOursError(
             path,
-            f"belongs to {_owner(found)}; expected this user, {os.geteuid()}, or root. Run: "
+            f"belongs to {owner_of(found)}; expected this user, {os.geteuid()}, or root. Run: "
             f"chown -R {os.geteuid()} {path}, or name another directory",
         )
     if mode & stat.S_IWOTH or (_group_may_write(found) and not mode & stat.S_ISGID):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -327,6 +329,40 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     return user
+
+
+_IN_A_NAMESPACE = """
+import ctypes, os, sys
+from pathlib import Path
+if ctypes.CDLL(None).unshare(0x10000000):
+    sys.exit(99)
+print(flush=True)
+sys.stdin.readline()
+{imports}
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+"""
+
+
+def nobody_in_a_namespace(imports: str, code: str, uid: int, *arguments: Path) -> list[str]:
+    """Lines that code prints as user `uid`, who has there the number of all that the user namespace
+    does not know. Skips the test where there are none. For root.
+
+    Args:
+        imports: of the code. They are read before it is that user, who may not, and in the
+            namespace already: a process with threads gets none.
+    """
+    whole = _IN_A_NAMESPACE.format(imports=imports) + code
+    command = [sys.executable, "-c", whole, *map(str, arguments)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as child:
+        assert child.stdin is not None and child.stdout is not None
+        if not child.stdout.readline():
+            pytest.skip("no user namespaces here")
+        for kind in ("uid_map", "gid_map"):
+            Path(f"/proc/{child.pid}/{kind}").write_text(f"65534 {uid} 1")
+        said, _ = child.communicate("\n", timeout=60)
+    return said.splitlines()
 
 
 def num_dirty(residency: Residency) -> int:

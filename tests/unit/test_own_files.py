@@ -10,12 +10,9 @@ import ast
 import os
 import socket
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,7 @@ from attnstore_vllm.own_files import (
     read_own,
     replace_own,
 )
-from tests.helpers import STRANGER, give_away
+from tests.helpers import STRANGER, give_away, nobody_in_a_namespace
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, LAB = ROOT / "attnstore_vllm", ROOT / "attnstore_lab"
@@ -197,17 +194,11 @@ def test_the_group_of_nobody_has_others_in_it(file: Path, monkeypatch: pytest.Mo
     assert "others may write to it" in why_not(file)
 
 
-IN_A_NAMESPACE = """
-import ctypes, os, sys
-from pathlib import Path
+IMPORTS = """
 from attnstore_vllm.own_files import check_directory, read_own
 from attnstore_vllm.tiers.shared.secret import read_secret
-if ctypes.CDLL(None).unshare(0x10000000):
-    sys.exit(99)
-print(flush=True)
-sys.stdin.readline()
-os.setresgid(65534, 65534, 65534)
-os.setresuid(65534, 65534, 65534)
+"""
+LOOKS = """
 for directory in map(Path, sys.argv[1:]):
     assert os.stat(directory).st_uid == os.geteuid()
     for look in (check_directory, lambda path: read_own(path / "file", 99)):
@@ -236,24 +227,10 @@ def test_nobody_in_a_user_namespace_believes_no_stranger() -> None:
             os.chown(base / name, uid, uid)
             os.chown(base / name / "file", uid, uid)
             (base / name / "file").chmod(0o400 if name == "ours" else 0o444)
-        found = _in_namespace(3000, base / "ours", base / "theirs")
+        found = nobody_in_a_namespace(IMPORTS, LOOKS, 3000, base / "ours", base / "theirs")
     assert found[:3] == ["believed"] * 3
     assert len(found) == 6
     assert all(" belongs to " in line for line in found[3:]), found
-
-
-def _in_namespace(uid: int, *directories: Path) -> list[str]:
-    """Lines that IN_A_NAMESPACE prints as user `uid`, who is `nobody` there."""
-    command = [sys.executable, "-c", IN_A_NAMESPACE, *map(str, directories)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as child:
-        assert child.stdin is not None and child.stdout is not None
-        if not child.stdout.readline():
-            pytest.skip("no user namespaces here")
-        for kind in ("uid_map", "gid_map"):
-            Path(f"/proc/{child.pid}/{kind}").write_text(f"65534 {uid} 1")
-        said, _ = child.communicate("\n", timeout=60)
-    return said.splitlines()
 
 
 def test_a_link_to_a_directory(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+from attnstore_vllm.own_files import is_ours, owner_of
 from attnstore_vllm.policy.breaker import Breaker
 from attnstore_vllm.tiers.peers.wire import Message, MessageKind, Wire, WireError, connect
 from attnstore_vllm.transfer.page_tables import Unmapped
@@ -54,8 +55,8 @@ def _checked(fd: int, file: PoolFile) -> int:
     """The bytes to map. A shorter file would end this process when it is read, and what is in
     another user's he may change."""
     found = os.fstat(fd)
-    if found.st_uid != os.geteuid():
-        raise WireError(f"a file of a pool is of user {found.st_uid}")
+    if not is_ours(fd, found):
+        raise WireError(f"a file of a pool is of {owner_of(found)}")
     if found.st_size < file.file_bytes:
         raise WireError("a file of a pool is too short")
     return file.file_bytes

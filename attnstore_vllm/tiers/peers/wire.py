@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between engines of one host, over a Unix socket that only their user may open. Each end
-looks at the other's user, and who connects at the socket's.
+looks at the other's user, and who connects at the socket's: in a user namespace others may seem to
+be this one (own_files.py).
 
     frame    length u32 | kind u8 | number u64 | fields: each length u32 | bytes
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnstore_vllm.errors import AttnStoreError
+from attnstore_vllm.own_files import is_ours, owner_of
 
 SOCKET_NAME = "peers.sock"
 FRAME_MAX = 8 << 20
@@ -200,12 +202,18 @@ def connect(directory: Path) -> Wire | None:
     try:
         connection.setblocking(False)
         with _address(directory) as address:
-            owner = os.stat(address, follow_symlinks=False).st_uid
-            connection.connect(address)
+            fd = os.open(address, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            if not is_ours(fd, found):
+                raise WireError(f"its socket is of {owner_of(found)}")
+            connection.connect(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+    except WireError:
+        connection.close()
+        raise
     except OSError:  # also: its queue of connections is full
         connection.close()
         return None
-    if owner != os.geteuid():
-        connection.close()
-        raise WireError(f"its socket is of user {owner}")
     return Wire(connection)
