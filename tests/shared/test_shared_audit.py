@@ -13,10 +13,12 @@ import pytest
 
 from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared import shared_io
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES
+from attnstore_vllm.tiers.shared.shared_io import SharedIo
 from attnstore_vllm.types import SHARED, Event
 from tests.helpers import PAYLOAD_BYTES, Rig, conversation, lookup_of, memory_rig, payload_of
 from tests.shared import rigs
@@ -127,6 +129,52 @@ def test_a_question_that_is_under_way_brings_no_wrong_kv_back(
             go_on.set()
             two.until(lambda: rigs.counts(two)[Event.FOUND] > 2)
         assert found(two, tokens) == [payload_of(names[0])]
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_wrong_kv_that_waits_to_be_written_is_not_sent(
+    server: NetworkStore,
+    namespace: bytes,
+    open_shared: OpenShared,
+    stranger: Stranger,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_there: bool,
+) -> None:
+    """Nor does it take the place of the right one, which another server has written before."""
+    one = open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    name = whole_chunks(tokens, None)[0]
+    if is_there:
+        one.put(name)
+        one.until(lambda: one.chunk(name).at(SHARED).state is State.READY)
+    place, go_on, store_all = stored_names(one, tokens)[0], threading.Event(), SharedIo._store_all
+
+    def late(io: SharedIo, lane: int) -> None:
+        go_on.wait(rigs.DEADLINE_S)
+        store_all(io, lane)
+
+    monkeypatch.setattr(SharedIo, "_store_all", late)
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    tier = rigs.make(server.settings, namespace, directory=None)
+    two = memory_rig(more_tiers=(tier,), audit=audit, comparisons=(BITS,), path=tmp_path)
+    rigs.see_weights(two, same=True)
+    two.until(lambda: io_of(two).generation.usable is not None)
+    try:
+        two.put(name, bytes(PAYLOAD_BYTES))
+        chunk = two.chunk(name)
+        two.until(lambda: chunk.at(SHARED).state is State.WRITING)
+        copy = two.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+        assert copy is not None
+        two.pool.slot(copy.dram.slot)[:] = payload_of(name)
+        two.store.finish_saves([copy])
+        two.until(lambda: chunk.dropped)
+        go_on.set()
+        two.until_idle()
+        assert stranger.get(place)[HEADER_BYTES:] == (payload_of(name) if is_there else b"")
+        assert found(two, tokens) == [], "it is not known that this one is right"
     finally:
         two.close()
 

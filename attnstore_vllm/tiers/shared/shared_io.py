@@ -390,8 +390,10 @@ class SharedIo(RemoteIo):
 
     def _store(self, lane: int, batch: Sequence[_StoreJob], damaged: set[bytes]) -> None:
         failure: DeviceError | None = None
-        over = [store for store in batch if store.name in damaged]
-        new = [store for store in batch if store.name not in damaged]
+        # What was dropped since it waits is not sent: an audit may have found it wrong.
+        sent = [store for store in batch if not store.chunk.dropped]
+        over = [store for store in sent if store.name in damaged]
+        new = [store for store in sent if store.name not in damaged]
         outcomes: dict[bytes, bytes | StoreFailure] = {}
         try:
             if not all(store.name for store in batch):
