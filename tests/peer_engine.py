@@ -53,10 +53,17 @@ class PeerEngine:
     Args:
         group: the first path of its settings.
         more: the others.
+        options: of open_store().
     """
 
     def __init__(
-        self, group: Path, rank: int, ranks: int = 2, slots: int = SLOTS, more: Sequence[Path] = ()
+        self,
+        group: Path,
+        rank: int,
+        ranks: int = 2,
+        slots: int = SLOTS,
+        more: Sequence[Path] = (),
+        **options: Any,
     ) -> None:
         nvme = {"path": list(map(str, [group, *more])), "capacity": "1GiB"}
         given = {"dram": "1GiB", "nvme": nvme, "data_parallel_size": ranks}
@@ -70,7 +77,7 @@ class PeerEngine:
         group = config.nvme.group_path
         make = peers_of(own, group, config.siblings(), NAMESPACE, CHUNK_TOKENS, self.pool)
         self.store = open_store(
-            self.pool, slab, self.device, io_depth=4, grain=GRAIN, more_tiers=make
+            self.pool, slab, self.device, io_depth=4, grain=GRAIN, more_tiers=make, **options
         )
         io = self.store.thread.tiers[1]
         assert isinstance(io, PeersIo)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from attnstore_vllm.errors import AttnStoreError
@@ -35,6 +35,8 @@ ASKED_FOR_S = 2.0
 """After so long a request that still waits may ask again: what was found may have gone."""
 ANSWERS_KEPT = 64
 """About so many answers make up the mean."""
+WRONG_MAX = 4096
+"""So many wrong chunks are remembered."""
 
 
 class AnswerTime:
@@ -84,6 +86,9 @@ class RemoteIo(TierIo):
         self.context = context
         self.answer_time = AnswerTime()
         self._open: deque[Ask] = deque()
+        self._wrong: OrderedDict[bytes, None] = OrderedDict()
+        """Locked. Keys whose KV an audit has found wrong, though it comes as it was sent. Not taken
+        from there before the next reset, or before this engine has written it over."""
         self.has_left = False
         """Locked. See leave()."""
 
@@ -142,7 +147,9 @@ class RemoteIo(TierIo):
             self.health.note_read(self._late() if is_late else None)
 
     def _enter(self, found: Found, now: float) -> Chunk | None:
-        """Locked. None: it is no news."""
+        """Locked. None: it is no news, or wrong."""
+        if bytes(found.name.key) in self._wrong:
+            return None
         residency, movable = self.context.residency, found.movable
         chunk = enter(residency, self.tier, found, now + self.lease_s, self.context.ttl_s)
         if movable is None or residency.index.get(found.name.key) is None:
@@ -192,8 +199,18 @@ class RemoteIo(TierIo):
         self.has_left = True
         self.forget_asks()
 
+    def forget(self, chunk: Chunk, failed: Callable[[], object]) -> None:
+        """That it may be there is known no longer than its lease lasts, so that is not looked
+        at."""
+        self._wrong[bytes(chunk.name.key)] = None
+        self._wrong.move_to_end(bytes(chunk.name.key))
+        while len(self._wrong) > WRONG_MAX:
+            self._wrong.popitem(last=False)
+
     def forget_asks(self) -> None:
-        """Locked. A reset: what is answered from now on was asked before it."""
+        """Locked. A reset: what is answered from now on was asked before it, and what is there then
+        is other KV."""
+        self._wrong.clear()
         for ask in self._open:
             ask.is_over = True
         self._open.clear()

@@ -154,9 +154,6 @@ class SharedIo(RemoteIo):
         self._alone: OrderedDict[bytes, float] = OrderedDict()
         self._damaged: OrderedDict[bytes, None] = OrderedDict()
         """RecordNames whose record is to be written over."""
-        self._wrong: OrderedDict[bytes, None] = OrderedDict()
-        """Keys whose KV is wrong though its seal is right: not asked for before it is written over.
-        """
         self._look_at = 0.0
         self._is_looking = False
         self._asker = DaemonPool(1, "attnstore-shared-ask")
@@ -243,11 +240,6 @@ class SharedIo(RemoteIo):
             return
         count = len(list(takewhile(bool, there)))
         self.answer(ask, [Found(ask.name(number)) for number in range(count)])
-
-    def _enter(self, found: Found, now: float) -> Chunk | None:
-        if bytes(found.name.key) in self._wrong:
-            return None  # an audit has found it so since it was asked for
-        return super()._enter(found, now)
 
     def _note_end(self, error: DeviceError, what: str) -> None:
         """A store or a child that hangs or died: the tier is left alone until it answers."""
@@ -367,11 +359,6 @@ class SharedIo(RemoteIo):
         name = _named(chunk, names)
         self._stores.append(_StoreJob(chunk, names, name, payload, done))
         self._num_storing += 1
-
-    def forget(self, chunk: Chunk, failed: Callable[[], object]) -> None:
-        """The next one of this name is written over it. Until then none is asked for. That it may
-        be there is known no longer than its lease lasts, so that is not looked at."""
-        _remember(self._wrong, bytes(chunk.name.key), None)
 
     def _is_written_over(self, store: _StoreJob) -> bool:
         """Locked. Whether what is there under its name is none."""
@@ -552,7 +539,6 @@ class SharedIo(RemoteIo):
         self.tier.open_to(False)
         self._alone.clear()
         self._damaged.clear()
-        self._wrong.clear()
         self._look_at = 0.0
         return NotedReset(self.context, "the shared tier", self._note_reset)
 

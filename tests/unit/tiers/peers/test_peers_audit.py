@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV of a sibling that an audit finds wrong here: its checksum is right, and its content is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.policy.kv_compare import Comparison, Unit
+from attnstore_vllm.types import DRAM, PEERS
+from tests.helpers import PAYLOAD_BYTES, conversation, names_of, payload_of, sequence_of
+from tests.peer_engine import PeerEngine
+
+BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 4)], None)
+TOKENS = 4 * 16
+
+
+def test_wrong_kv_is_not_taken_from_a_sibling_again(tmp_path: Path) -> None:
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    here = PeerEngine(tmp_path, 0, audit=audit, comparisons=(BITS,))
+    sibling = PeerEngine(tmp_path, 1)
+    try:
+        here.wait_ready()
+        sibling.put(1, TOKENS)
+        assert here.store.audit is not None
+        here.store.audit.trial.close(PEERS)  # other chunks of siblings have agreed
+        assert here.tokens(1, TOKENS) == TOKENS
+        name = names_of(sequence_of(conversation(1, TOKENS)))[1]
+        chunk = here.store.residency.index.get(name.key)
+        assert chunk is not None
+        copy = here.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+        assert copy is not None
+        here.pool.slot(copy.dram.slot)[:] = payload_of(name, version=1)
+        here.store.finish_saves([copy])
+        here.wait(lambda: chunk.dropped and here.is_idle())
+        assert here.read(1, TOKENS)["tiers"] == {DRAM: 16}, "up to the wrong one"
+        assert here.store.reset() and sibling.store.reset()
+        sibling.put(1, TOKENS)
+        assert here.tokens(1, TOKENS) == TOKENS, "of after the reset"
+    finally:
+        for engine in (here, sibling):
+            engine.wait(engine.is_idle)
+            engine.close()
