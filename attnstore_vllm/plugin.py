@@ -27,7 +27,7 @@ import yaml
 from attnstore_vllm.config.deadlines import old_names
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import LEAST, load_yaml
-from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError, UnsupportedError
+from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit
 
@@ -148,7 +148,7 @@ def expand(argv: list[str], *, pins_memory: bool = False) -> list[str]:
 
     Args:
         pins_memory: whether the pool will be page-locked for CUDA.
-    Raises: ConfigError, UnsupportedError. Arguments that are not about us are left alone.
+    Raises: ConfigError. Arguments that are not about us are left alone.
     """
     expanded = list(argv)
     for at, prefix, value in _values(argv, _FLAG):
@@ -158,10 +158,11 @@ def expand(argv: list[str], *, pins_memory: bool = False) -> list[str]:
         ours = list(ours_in(transfer))
         for connector in ours:
             config = _complete(connector, _engines(argv))
+            if (_number(argv, *_NODES) or 1) > _engines(argv):
+                over_nodes(config)
             _warn_of_old_names(connector["kv_connector_extra_config"], config)
             _check(config, _ranks_here(argv, config.data_parallel_size), pins_memory=pins_memory)
         if ours:
-            _refuse_shapes(argv)
             transfer.setdefault("kv_load_failure_policy", "recompute")
             expanded[at] = prefix + json.dumps(transfer)
     return expanded
@@ -234,21 +235,23 @@ def _complete(connector: dict[str, Any], engines: int) -> StoreConfig:
     return config
 
 
-def _refuse_shapes(argv: list[str]) -> None:
-    """The connector does so too (connector/support.py), but after the model has loaded."""
-    nodes = _number(argv, *_NODES) or 1
-    if nodes > _engines(argv):  # an engine is on several of them; else vLLM says it later
-        raise UnsupportedError(several_nodes(nodes))
+def over_nodes(config: StoreConfig) -> None:
+    """Raise ConfigError for settings that an engine over several machines does not know.
 
-
-def several_nodes(count: int) -> str:
-    """Why an engine is not served whose ranks are on several machines."""
-    return (
-        f"--nnodes is {count}, and one engine would be spread over several machines. Its ranks "
-        "share the DRAM tier, which is memory of one machine, and NVMe is read into it. Give each "
-        "data-parallel engine a machine of its own (--data-parallel-size), or start vLLM without "
-        f"{_FLAG}"
-    )
+    Each has its own DRAM and NVMe, and what these settings do has the bytes of one machine alone.
+    """
+    found = {
+        "nvme.codec": config.nvme.codec != "none",
+        "shared": config.shared is not None,
+        "audit": config.audit is not None,
+    }
+    unknown = [name for name, is_set in found.items() if is_set]
+    if unknown:
+        raise ConfigError(
+            f"--nnodes spreads one engine over several machines, where {', '.join(unknown)} cannot "
+            "be used: it would have the KV of one machine's ranks. Leave it out, or give each "
+            "data-parallel engine a machine of its own (--data-parallel-size)"
+        )
 
 
 def _engines(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -50,6 +50,12 @@ from attnstore_vllm.connector.media_data import (
     why_no_media,
 )
 from attnstore_vllm.connector.model_rotation import page_of_kv, rotations_of
+from attnstore_vllm.connector.nodes import (
+    NodeStore,
+    OtherNodes,
+    fewer_replicas,
+    ranks_of_a_node,
+)
 from attnstore_vllm.connector.page_contents import pages_of_groups
 from attnstore_vllm.connector.pipeline import (
     PipelineStage,
@@ -66,7 +72,8 @@ from attnstore_vllm.identity.drafts import drafts_of
 from attnstore_vllm.identity.live_model import LiveWeights, models_of
 from attnstore_vllm.identity.namespace import fingerprint
 from attnstore_vllm.identity.rank import RankDescription
-from attnstore_vllm.identity.weights import Weights, identify, own_files
+from attnstore_vllm.identity.weight_files import Digest
+from attnstore_vllm.identity.weights import DigestOfNodes, Weights, identify, own_files
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.io.choose import open_device
@@ -83,7 +90,9 @@ from attnstore_vllm.scheduler.start_log import start_lines
 from attnstore_vllm.store.lookup import strategy_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
+from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab, open_slab
+from attnstore_vllm.tiers.nvme.spread_io import SpreadIo
 from attnstore_vllm.tiers.peers.make_peers import peers_of
 from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
@@ -145,6 +154,7 @@ def geometry_of(
         prompts_only=prompts_only(kv_cache_config),
         is_encoded=_encodes(vllm_config, kv_cache_config, config),
     )
+    geometry = fewer_replicas(vllm_config, geometry)
     return with_all(geometry, stages) if stages else geometry
 
 
@@ -250,8 +260,10 @@ def build_worker(
     config = _config(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config, config, stages)
     rank = rank_in_engine(vllm_config)
-    nodes = gpu_nodes(rank, geometry.num_ranks)
-    if rank == 0:
+    here = geometry.of_a_node(ranks_of_a_node(vllm_config, geometry.num_ranks))
+    local_rank = rank % here.num_ranks
+    nodes = gpu_nodes(local_rank, here.num_ranks)
+    if local_rank == 0:
         warn_of_order(_outer())
         warn_if_far(config.nvme.path, nodes)
     token_bytes = geometry.rank_bytes // geometry.chunk_tokens
@@ -283,8 +295,13 @@ def build_worker(
             token_bytes, step_tokens, geometry.rank_bytes, device_bytes
         )
 
+    pool = _open_pool(vllm_config, config, here, local_rank, nodes)
+    node_store = None
+    if local_rank == 0 < rank:
+        whole = _open_pool(vllm_config, config, here, here.num_ranks)
+        node_store = NodeStore(vllm_config, config, geometry, whole, live.own_files)
     return Worker(
-        _open_pool(vllm_config, config, geometry, rank, nodes),
+        pool,
         rank,
         geometry,
         kv_cache_config.num_blocks,
@@ -298,6 +315,8 @@ def build_worker(
         weights=live.tell,
         own_files=live.own_files,
         part=part_of(vllm_config),
+        node_ranks=here.num_ranks,
+        node_store=node_store,
     )
 
 
@@ -326,10 +345,11 @@ def build_scheduler(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     geometry = _with_stages_of_workers(
         vllm_config, config, geometry_of(vllm_config, kv_cache_config, config)
     )
+    here = geometry.of_a_node(ranks_of_a_node(vllm_config, geometry.num_ranks))
     with ExitStack() as undo:  # a failed start leaves no lock to one that this process tries next
         lock = lock_directory(config.nvme.path, parent_pid())
         undo.callback(os.close, lock)
-        pool = _open_pool(vllm_config, config, geometry, member=geometry.num_ranks)
+        pool = _open_pool(vllm_config, config, here, member=here.num_ranks)
         undo.callback(pool.close)
         scheduler = _scheduler(vllm_config, kv_cache_config, config, geometry, pool, lock)
         undo.pop_all()
@@ -347,7 +367,16 @@ def _scheduler(
 ) -> Scheduler:
     ranks = _ranks(pool, geometry.num_ranks)
     pool.keep(min(r.slots for r in ranks))
-    look, digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
+    look, own_digest = identify(vllm_config, [r.own_files for r in ranks], config.nvme.path)
+    others = OtherNodes.of(ranks, vllm_config)
+    digest: Digest | DigestOfNodes | bytes = own_digest
+    spread: Callable[..., NvmeIo] | None = None
+    if others.told:
+        config, digests, count = others.with_least(config), others.digests(), len(others.told)
+        look += others.names
+        digest = DigestOfNodes(own_digest, digests, count)
+        spread = partial(SpreadIo, others=count, digests=digests)
+        logger.info("this engine is on %d nodes: each keeps its own ranks' KV", 1 + count)
     namespace = fingerprint(vllm_config, geometry, [r.kv for r in ranks], vllm.__version__, look)
     check_not_stopped(config.nvme.path, namespace)
     names = Weights(namespace, digest)
@@ -362,7 +391,7 @@ def _scheduler(
     slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
     info = own_version(), vllm.__version__, disk, config.eviction
     engine = facts_of(vllm_config, kv_cache_config, geometry, ranks, config.audit, info)
-    asks_remote = strategy_for(engine.needs).asks_remote
+    asks_remote = strategy_for(engine.needs).asks_remote and not others.told
     tiers = _remote_tiers(config, geometry, namespace, pool, asks=asks_remote)
     store = Store(
         pool,
@@ -370,9 +399,9 @@ def _scheduler(
         device,
         config,
         engine,
-        codec=codec,
         more_tiers=tiers,
         teller=teller,
+        make_disk=spread or partial(NvmeIo, codec=codec),
     )
     watchers = watchers_of(vllm_config, config, geometry, own_version())
     make = partial(ObservedScheduler, watchers) if watchers else Scheduler
@@ -401,7 +430,7 @@ def _open_slab(
     shape = SegmentHeader(
         number=-1,
         chunk_tokens=geometry.chunk_tokens,
-        payload_bytes=geometry.slot_bytes,
+        payload_bytes=pool.slot_bytes,
         namespace=namespace,
         generation=b"",
         last_used=int(time.time()),
@@ -467,7 +496,7 @@ def _ranks(pool: SharedPool, num_ranks: int) -> list[RankDescription]:
     """The description that each has published. Raises UnsupportedError where one has not, or
     cannot."""
     for rank in range(num_ranks):
-        if not pool.has_joined(rank):
+        if not pool.has_joined(rank) and pool.description(rank) is None:
             raise UnsupportedError(
                 f"rank {rank} has not opened this machine's DRAM tier: it runs on another machine "
                 "(as Ray may place it), and an engine on several is not served; or its log says why"

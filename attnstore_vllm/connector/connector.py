@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AttnStoreConnector: vLLM's hooks, each handed to the side it belongs to. Nothing is decided.
 
+It is long since each of vLLM's hooks has its method here.
+
 vLLM makes two of it: role WORKER in each worker, then role SCHEDULER in the engine core. For a
 model that the store cannot serve both are *idle*: every hook answers as if there were no store.
 """
@@ -33,6 +35,7 @@ from attnstore_vllm.connector.build import (
 from attnstore_vllm.connector.compat import hit_sources, is_of_a_pause
 from attnstore_vllm.connector.envelopes import PlanEnvelope, ReportEnvelope
 from attnstore_vllm.connector.metrics import AttnStorePromMetrics, AttnStoreStats
+from attnstore_vllm.connector.nodes import nodes_of_an_engine, tell_first
 from attnstore_vllm.connector.specs import fill_scales, told
 from attnstore_vllm.connector.support import (
     check_interface,
@@ -135,6 +138,8 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
         check_start(vllm_config)
         self.scheduler: Scheduler | None = None
         self.worker: Worker | None = None
+        self._why_none = ""
+        """Why there is no side, for other nodes."""
         if role is KVConnectorRole.SCHEDULER:
             warn_if_untested(vllm.__version__)
             self.scheduler = self._begin(build_scheduler, vllm_config, kv_cache_config)
@@ -145,9 +150,16 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         reason = _reason_to_idle(vllm_config, kv_cache_config)
         stages = stages_of(vllm_config, kv_cache_config, reason)
+        self._why_none = reason or ""
         if reason is None:
             build = partial(build_worker, stages=stages)
-            self.worker = self._begin(build, vllm_config, kv_cache_config)
+            try:
+                self.worker = self._begin(build, vllm_config, kv_cache_config)
+            except ConfigError as error:  # the workers of other nodes would wait for this one
+                if nodes_of_an_engine(vllm_config.parallel_config) == 1:
+                    raise
+                self._why_none = str(error)
+                _say_idle(f"{_FAILED}{error}")
 
     def _begin(
         self,
@@ -163,6 +175,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
             side, reason = _try(lambda: build(vllm_config, kv_cache_config))
             if side is not None:
                 return side
+        self._why_none = reason
         _say_idle(reason)
         return None
 
@@ -194,11 +207,13 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         worker = self.worker
-        if worker is None:
-            return
-        _, failed = _try(lambda: self._register(worker, kv_caches))
-        if failed:  # the scheduler side reads it, is idle, and tells all ranks by the first plan
-            worker.refuse(failed)
+        try:
+            if worker is not None:
+                _, failed = _try(partial(self._register, worker, kv_caches))
+                if failed:  # the scheduler side reads it, is idle, and tells all by the first plan
+                    worker.refuse(failed)
+        finally:
+            tell_first(self._vllm_config, worker, self._why_none)
 
     def _register(self, worker: Worker, kv_caches: dict[str, torch.Tensor]) -> None:
         reason = reason_of_layers(self._kv_cache_config, worker.geometry.hit_tokens)

@@ -2,8 +2,8 @@
 """Checks of what the store can serve: which version, which interface, which models and shapes.
 
 A model that the store cannot serve runs as without it, with one warning: the model is what the
-user came for. A way of starting vLLM that it cannot serve (one engine over several machines) is
-refused: that is the user's to change.
+user came for. Settings that cannot be met (as a codec over several machines) are refused: they are
+the user's to change.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnstore_vllm.connector.context_parallel import check_context, sizes_of
 from attnstore_vllm.connector.groups import groups_of, regions_of
+from attnstore_vllm.connector.nodes import check_nodes
 from attnstore_vllm.connector.specs import (
     has_states_of_several,
     is_scratch,
@@ -24,11 +25,10 @@ from attnstore_vllm.connector.specs import (
 )
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.drafts import drafts_of, reason_of_drafts
-from attnstore_vllm.plugin import several_nodes
 from attnstore_vllm.preflight import TESTED_VLLM
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
@@ -84,18 +84,9 @@ def warn_if_untested(version: str) -> None:
         )
 
 
-def nodes_of_an_engine(parallel: ParallelConfig) -> int:
-    """Machines over which vLLM spreads the ranks of one engine, as far as it says so: Ray does not.
-    Data-parallel engines may each have another."""
-    within: int | None = getattr(parallel, "nnodes_within_dp", None)
-    return int(getattr(parallel, "nnodes", 1)) if within is None else within
-
-
 def check_start(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError for a way of starting vLLM that the store cannot serve."""
-    parallel = vllm_config.parallel_config
-    if nodes_of_an_engine(parallel) > 1:
-        raise UnsupportedError(several_nodes(parallel.nnodes))
+    check_nodes(vllm_config)
     check_context(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "recompute":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from blake3 import blake3
@@ -25,9 +25,12 @@ from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, block_of, describe, order_of_axes, page_of
 from attnstore_vllm.transfer.page_tables import MapAhead
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
-from attnstore_vllm.transfer.pool import SharedPool
+from attnstore_vllm.transfer.pool import REFUSAL, SharedPool
 from attnstore_vllm.transfer.worker_copies import Loads, Saves
 from attnstore_vllm.types import Flow, Seen
+
+if TYPE_CHECKING:
+    from attnstore_vllm.connector.nodes import NodeStore
 
 KindOfLayer = tuple[int, torch.Tensor, LayerLayout]
 """A layer's number, its KV tensor and the layout of that."""
@@ -61,6 +64,8 @@ class Worker:
         weights: looks at them, and says their name (LiveWeights.tell).
         own_files: see identity/weights.py.
         part: see KvFacts.
+        node_ranks: ranks of this node; None: all.
+        node_store: this node's NVMe, where the store's own is on another node.
     """
 
     def __init__(
@@ -79,7 +84,13 @@ class Worker:
         weights: Callable[[], tuple[Seen, bytes | None]] = lambda: (Seen.SAME, None),
         own_files: str | None = None,
         part: str = "",
+        node_ranks: int | None = None,
+        node_store: NodeStore | None = None,
     ) -> None:
+        self.node_ranks = node_ranks or geometry.num_ranks
+        self._node_store = node_store
+        self.description: dict[str, Any] = {REFUSAL: "it has registered no KV"}
+        """As it was published."""
         self.look_at_weights = weights
         self._own_files = own_files
         self._part = part
@@ -156,37 +167,37 @@ class Worker:
         self._saves = Saves(engine, len(layouts), queue_blocks=engine.num_rows)
         self._kv = {name: (kv_caches[name], kv_caches[name].data_ptr()) for name in self._regions}
         axes, strides = order_of_axes(first)
-        self.pool.publish(
-            self.rank,
-            RankDescription(
-                KvFacts(
-                    device=_name_of(first.device),
-                    dtype=str(first.dtype),
-                    shape=tuple(first.shape[1:]),
-                    run_bytes=layouts[0].run_bytes,
-                    axes=axes,
-                    strides=strides,
-                    layout=layout,
-                    kernel=kernel,
-                    live=tuple(sorted(facts.items())),
-                    others=_digest(tensors, every, places) if len(kinds) > 1 or places else "",
-                    part=self._part,
-                    layers=_digest_names(self._regions) if self.geometry.stages else "",
-                ),
-                rows=engine.num_rows if engine.overlaps else None,
-                # CudaEngine has those that the driver has page-locked.
-                slots=getattr(engine, "num_slots", self.pool.num_slots),
-                is_alone=self._is_alone,
-                own_files=self._own_files,
-                # CudaEngine has tried it.
-                why_not_moved=why_not or getattr(engine, "why_not_moved", None),
-                page=page,
-                why_no_page=why_no_page,
-                stages=self.geometry.stages,
-                replicas=self.geometry.replicas,
-                groups=self._contents(kv_caches) if self._contents is not None else (),
-            ).to_json(),
-        )
+        node = self._node_store
+        self.description = RankDescription(
+            KvFacts(
+                device=_name_of(first.device),
+                dtype=str(first.dtype),
+                shape=tuple(first.shape[1:]),
+                run_bytes=layouts[0].run_bytes,
+                axes=axes,
+                strides=strides,
+                layout=layout,
+                kernel=kernel,
+                live=tuple(sorted(facts.items())),
+                others=_digest(tensors, every, places) if len(kinds) > 1 or places else "",
+                part=self._part,
+                layers=_digest_names(self._regions) if self.geometry.stages else "",
+            ),
+            rows=engine.num_rows if engine.overlaps else None,
+            # CudaEngine has those that the driver has page-locked.
+            slots=getattr(engine, "num_slots", self.pool.num_slots),
+            is_alone=self._is_alone,
+            own_files=self._own_files,
+            # CudaEngine has tried it.
+            why_not_moved=why_not or getattr(engine, "why_not_moved", None),
+            page=page,
+            why_no_page=why_no_page,
+            stages=self.geometry.stages,
+            replicas=self.geometry.replicas,
+            groups=self._contents(kv_caches) if self._contents is not None else (),
+            node=None if node is None else node.told(),
+        ).to_json()
+        self.pool.publish(self.rank, self.description)
 
     def _layouts_of(
         self, tensors: Sequence[torch.Tensor], every: Sequence[LayerLayout]
@@ -217,6 +228,7 @@ class Worker:
 
     def refuse(self, reason: str) -> None:
         """Tell the scheduler side that this rank cannot work with the store, and why."""
+        self.description = {REFUSAL: reason}
         self.pool.refuse(self.rank, reason)
 
     def release_kv(self) -> None:
@@ -301,9 +313,9 @@ class Worker:
 
     def place(self) -> tuple[int, int, int, Geometry]:
         """The slots, as a CopyEngine of this rank takes them: address, slots, rank and shapes."""
-        pool = self.pool
+        pool, here = self.pool, self.geometry.of_a_node(self.node_ranks)
         if pool.num_parts == 1:
-            return pool.address, pool.num_slots, self.rank, self.geometry
+            return pool.address, pool.num_slots, self.rank % self.node_ranks, here
         return pool.address, pool.num_slots, 0, self.geometry.of_a_part()
 
     def _make_engine(self, device: torch.device, layouts: list[LayerLayout]) -> CopyEngine:
@@ -333,6 +345,8 @@ class Worker:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass, and before anything is written to blocks that changed hands."""
         self._plan = plan
+        if self._node_store is not None and plan.orders:
+            self._node_store.disk.begin(plan.orders)
         self._hooked.clear()
         self._whole = plan.may_replay or not self._has_hooks
         self.loads.begin_step(plan.ended_loads, whole=self._whole)
@@ -417,6 +431,7 @@ class Worker:
             self._measured,
             {lora_id: {self.rank: told} for lora_id, told in adapters.items()},
             *self._look(),
+            self._node_store.disk.take_results() if self._node_store is not None else (),
         )
 
     def _look(self) -> tuple[Seen, dict[int, bytes | None]]:
@@ -439,6 +454,9 @@ class Worker:
             self._kv.clear()
         if self._ahead is not None:
             self._ahead.close()
+        if self._node_store is not None:
+            self._node_store.close()
+            self._node_store = None
         self.pool.close()
 
     def _count(self, flow: Flow, plans: Sequence[TransferPlan]) -> None:

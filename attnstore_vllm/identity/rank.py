@@ -122,6 +122,9 @@ class RankDescription:
     replicas: int = 1
     groups: tuple[GroupPages, ...] = ()
     """Pages of each KV cache group, the spine's first, if an audit has to know them."""
+    node: tuple[str, int, str] | None = None
+    """A node that is not the first, of its first rank: its name, its bytes of NVMe, and the digest
+    of its weights if that is known (connector/nodes.py)."""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self) | {"stages": [_runs(stage) for stage in self.stages]}
@@ -140,6 +143,8 @@ class RankDescription:
             rest["page"] = KvPage(**dict(page) | sides)
         rest["stages"] = tuple(map(_regions_of, found["stages"]))
         rest["groups"] = tuple(map(_pages_of, found["groups"]))
+        if rest.get("node") is not None:
+            rest["node"] = tuple(rest["node"])
         kv = dict(rest.pop("kv"))
         kv["live"] = tuple((str(name), str(value)) for name, value in kv["live"])
         for name in ("shape", "axes", "strides"):

@@ -49,6 +49,31 @@ FILE_CLOCK_S = 0.01
 _PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
 
 
+class DigestOfNodes:
+    """Digests of the weights that each node of an engine has loaded, each from files of its own.
+
+    Args:
+        own: this node's.
+        others: the digests of the others, by node, as far as they are known.
+        count: how many others there are.
+    """
+
+    def __init__(self, own: Digest | bytes, others: Mapping[int, bytes], count: int) -> None:
+        self._own, self._others, self._count = own, others, count
+
+    @property
+    def value(self) -> bytes | None:
+        """None until all are known."""
+        own = self._own.value if isinstance(self._own, Digest) else self._own
+        if own is None or len(self._others) < self._count:
+            return None
+        return own + b"".join(digest for _, digest in sorted(self._others.items()))
+
+    def close(self) -> None:
+        if isinstance(self._own, Digest):
+            self._own.close()
+
+
 class Weights:
     """Names for the KV of these weights.
 
@@ -57,7 +82,7 @@ class Weights:
         digest: of the weights; a Digest may not know it yet.
     """
 
-    def __init__(self, namespace: bytes, digest: Digest | bytes) -> None:
+    def __init__(self, namespace: bytes, digest: Digest | DigestOfNodes | bytes) -> None:
         self._base = namespace
         self._digest = digest
         self._salt = secrets.token_bytes(32)
@@ -67,7 +92,7 @@ class Weights:
     @property
     def namespace(self) -> bytes | None:
         """The fingerprint that all keys begin with; None: it is not known yet whose KV it is."""
-        found = self._digest.value if isinstance(self._digest, Digest) else self._digest
+        found = self._digest if isinstance(self._digest, bytes) else self._digest.value
         return None if found is None else blake3(self._base + found + self._live).digest()
 
     def be_live(self, live: Mapping[int, bytes | None]) -> None:
@@ -85,7 +110,7 @@ class Weights:
             self._live = b""
 
     def close(self) -> None:
-        if isinstance(self._digest, Digest):
+        if not isinstance(self._digest, bytes):
             self._digest.close()
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from attnstore_vllm.tiers.nvme.node_disk import NodeOrder, NodeResult
 from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
 from attnstore_vllm.types import Seen
 
@@ -47,6 +48,8 @@ class StepPlan:
     """The scheduler side does without the store: so do the workers, and give back their memory."""
     looks_at_weights: bool = False
     """The report is to say whether the weights have changed."""
+    orders: Sequence[NodeOrder] = ()
+    """To the NVMe of every node but the first."""
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ class StepReport:
     """The result of a look at them."""
     live: dict[int, bytes | None] = field(default_factory=dict)
     """Their names, by rank (LiveWeights.name)."""
+    results: Sequence[NodeResult] = ()
+    """Answers to orders of this plan and of earlier ones."""
 
     def aggregate(self, other: StepReport) -> None:
         """Take in what another rank says of the same step."""
@@ -80,6 +85,8 @@ class StepReport:
         self.load_wait_s = max(self.load_wait_s, other.load_wait_s)
         self.weights = max(self.weights, other.weights)
         self.live.update(other.live)
+        if other.results:
+            self.results = [*self.results, *other.results]
         # The slowest rank's: all wait for it.
         self.measured = max(self.measured, other.measured, key=lambda m: sum(s for _, s in m))
         for number, by_rank in other.adapters.items():

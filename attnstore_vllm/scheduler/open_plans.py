@@ -20,6 +20,7 @@ from attnstore_vllm.scheduler.adapters import Adapters
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.scheduler.vllm_types import LoRARequest, Tables
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.tiers.nvme.spread_io import SpreadIo
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import (
     ChunkCopy,
@@ -96,6 +97,9 @@ class OpenPlans:
         self._kept: dict[str, int] = {}
         """Finished requests whose blocks vLLM keeps, and how many ranks have not freed them."""
         self._kept_since = 0.0
+        first = store.thread.tiers[0]
+        self.nodes = first if isinstance(first, SpreadIo) else None
+        """NVMe of several nodes: its orders and results travel with plans and reports."""
 
     # ---- plans -------------------------------------------------------------------------
 
@@ -174,6 +178,8 @@ class OpenPlans:
         plan, self._plan = self._plan, StepPlan()
         plan.saves += chain.from_iterable(self._new_saves.values())
         self._new_saves.clear()
+        if self.nodes is not None:
+            plan.orders = self.nodes.take_orders()
         return plan
 
     # ---- requests ----------------------------------------------------------------------
@@ -254,6 +260,8 @@ class OpenPlans:
         """Ranks have completed plans. Returns how many saves were given up."""
         saved: list[Chunk] = []
         num_given_up = 0
+        if self.nodes is not None:
+            self.nodes.on_results(report.results)
         for plan_id, num_ranks in report.ranks.items():
             found = self._open[plan_id]
             found.ranks_left -= num_ranks
@@ -313,7 +321,8 @@ class OpenPlans:
 
     def any_open(self) -> bool:
         """Whether workers still have to copy or report: the engine must go on stepping."""
-        return bool(self._open) or bool(self._kept)
+        is_busy = self.nodes is not None and self.nodes.is_busy()
+        return is_busy or bool(self._open) or bool(self._kept)
 
     def is_open(self, plan_id: int) -> bool:
         """Whether not all ranks have completed the plan."""

@@ -31,7 +31,6 @@ from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
 from attnstore_vllm.index.prefix import Piece, has_come, no_ends
 from attnstore_vllm.index.sections import Need
-from attnstore_vllm.io.codec import Codec
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
@@ -70,9 +69,9 @@ class Store:
 
     Args:
         slab, device: of one file; the store owns both.
-        codec: of the file's records, if it has to know the model.
         more_tiers: behind NVMe, nearest first.
         teller: makes KV events, where routers want to know what the tiers have.
+        make_disk: makes what moves NVMe's bytes.
     """
 
     def __init__(
@@ -83,9 +82,9 @@ class Store:
         config: StoreConfig,
         engine: EngineFacts,
         *,
-        codec: Codec | None = None,
         more_tiers: Sequence[MakeTier] = (),
         teller: Teller | None = None,
+        make_disk: Callable[..., NvmeIo] = NvmeIo,
         harness: Harness = NO_HARNESS,
     ) -> None:
         nvme, pinning, clock = config.nvme, config.pinning, harness.clock
@@ -122,15 +121,9 @@ class Store:
             self.residency, self._progress, pool, clock, self._moved, harness.wall, config.ttl_s
         )
         self.announcer = Announcer(context, teller) if teller is not None else None
-        disk = NvmeIo(
-            context,
-            slab,
-            device,
-            config.io_depth,
-            codec,
-            deadline_s=nvme.io_deadline_ms / 1000,
-            scrub_rate=nvme.scrub_bytes_per_s,
-        )
+        given, deadline_s = (slab, device, config.io_depth), nvme.io_deadline_ms / 1000
+        scrub_rate = nvme.scrub_bytes_per_s
+        disk = make_disk(context, *given, deadline_s=deadline_s, scrub_rate=scrub_rate)
         pairs = zip(more_tiers, self.residency.behind[1:], strict=True)
         more = [make.io(context, tier) for make, tier in pairs]
         learn = partial(learn_from, context, self._estimator, self._curve)

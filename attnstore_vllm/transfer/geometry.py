@@ -185,6 +185,10 @@ class Geometry:
         """The shapes to a rank whose part of the slots lies apart: it is the only one there."""
         return replace(self, num_ranks=1, replicas=1)
 
+    def of_a_node(self, num_ranks: int) -> Geometry:
+        """The shapes on a node that has so many of the ranks: slots have their parts alone."""
+        return self if num_ranks == self.num_ranks else replace(self, num_ranks=num_ranks)
+
     def part_at(self, rank: int) -> int:
         """Where a rank's part begins in a slot."""
         return rank // self.replicas * self.rank_bytes

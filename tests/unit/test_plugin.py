@@ -177,7 +177,6 @@ def test_the_command_that_says_more_is_the_one_that_looks_there(tmp_path: Path) 
             assert f"`attnstore {command} {file}` says all that " in advised(argv)[1]
     whole = complete(settings(tmp_path) | {"dram": "much"})
     assert "`attnstore check FILE`" in advised([FLAG, json.dumps(whole)])[1]
-    assert advised([FLAG, yaml_file(tmp_path, fits), "-n", "2"])[1] == "", "it says all itself"
 
 
 def test_a_file_that_is_not_there_is_made_by_init(tmp_path: Path) -> None:
@@ -274,10 +273,13 @@ def test_only_the_engines_that_start_here_ask_this_machine(
 
 
 @pytest.mark.parametrize("words", [["--nnodes", "2"], ["-n=3", "-dp", "2"]])
-def test_an_engine_on_several_machines_is_refused(tmp_path: Path, words: list[str]) -> None:
-    message, _ = advised([FLAG, yaml_file(tmp_path, text(tmp_path)), *words])
-    assert "one engine would be spread over several machines" in message
-    assert "Its ranks share the DRAM tier, which is memory of one machine" in message
+def test_an_engine_on_several_machines_has_no_codec(tmp_path: Path, words: list[str]) -> None:
+    expand([FLAG, yaml_file(tmp_path, text(tmp_path)), *words])
+    coded = text(tmp_path).replace("nvme: {", "nvme: {codec: lossless, ")
+    assert "codec" in coded
+    message, _ = advised([FLAG, yaml_file(tmp_path, coded), *words])
+    assert "--nnodes spreads one engine over several machines" in message
+    assert "where nvme.codec cannot be used" in message
 
 
 def test_an_engine_on_each_machine_starts(tmp_path: Path) -> None:

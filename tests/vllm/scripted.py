@@ -95,19 +95,13 @@ class ScriptedEngine:
         self.workers = []
         for rank in range(num_ranks):
             of_rank, first_layer = self._shapes_of(rank, geometry)
-            pool = SharedPool(
-                pool_name(str(transfer.engine_id), store),
-                limits.dram_slots,
-                geometry.slot_bytes,
-                num_ranks=num_ranks,
-                member=rank,
-                num_parts=parts_of(geometry, limits.dram_slots)[0],
-            )
+            pool = self._pool_of(rank, geometry, limits.dram_slots, str(transfer.engine_id), store)
             worker = self.worker_type(
-                pool, of_rank, num_blocks, seed, make_engine, rank, first_layer
+                pool, of_rank, num_blocks, seed, make_engine, rank, first_layer, self._node_of(rank)
             )
             self.workers.append(worker)
         self.pool, self.worker = pool, self.workers[0]
+        self._tell_first()
         self._aggregator = KVOutputAggregator(num_ranks)
         block_size, hash_block_size = self._block_sizes(cache, config)
         kind = AsyncScheduler if depth > 1 else Scheduler
@@ -154,6 +148,26 @@ class ScriptedEngine:
     def _shapes_of(self, rank: int, geometry: Geometry) -> tuple[Geometry, int]:
         """The shapes to a rank, and the number of its first layer among those of all ranks."""
         return geometry, rank * geometry.num_layers
+
+    def _pool_of(
+        self, rank: int, geometry: Geometry, num_slots: int, engine_id: str, store: Path
+    ) -> SharedPool:
+        """The rank's mapping."""
+        return SharedPool(
+            pool_name(engine_id, store),
+            num_slots,
+            geometry.slot_bytes,
+            num_ranks=geometry.num_ranks,
+            member=rank,
+            num_parts=parts_of(geometry, num_slots)[0],
+        )
+
+    def _node_of(self, rank: int) -> dict[str, Any]:
+        """What Worker is told of the rank's node."""
+        return {}
+
+    def _tell_first(self) -> None:
+        """All ranks have said what their KV looks like."""
 
     def _set(self, config: VllmConfig) -> None:
         """What the model would have set."""

@@ -10,7 +10,7 @@ steps are in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -121,6 +121,7 @@ class ScriptedWorker:
         make_engine: of copies; None: the one that the worker chooses.
         rank: its KV differs from that of others; with the same seed it samples the same tokens.
         first_layer: its number among those of all ranks.
+        node: more arguments of Worker.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class ScriptedWorker:
         make_engine: MakeEngine | None = None,
         rank: int = 0,
         first_layer: int = 0,
+        node: Mapping[str, Any] | None = None,
     ) -> None:
         self.names = list(geometry.layer_names)
         self.rank = rank
@@ -167,8 +169,9 @@ class ScriptedWorker:
         self.first_layer = first_layer
         part = self._part(rank)
         self.side = _Worker(
-            pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0, part=part
-        )
+            pool, rank, geometry, num_blocks, write_buffer_bytes=lambda _: 0, part=part,
+            **(node or {}),
+        )  # fmt: skip
         self.side.make = make_engine
         self.side.register_kv_caches(kv_caches, kernel="scripted")
 

@@ -96,11 +96,12 @@ def test_a_model_with_sliding_windows(tmp_path: Path, is_served: bool) -> None:
     serving.assert_no_region()
 
 
-def test_several_nodes_are_refused(models: Path, tmp_path: Path) -> None:
+def test_a_codec_over_several_nodes_is_refused(models: Path, tmp_path: Path) -> None:
     model = make_model(models / "serve", TINY)
-    transfer = serving.in_yaml(tmp_path / "a.yaml", serving.settings(tmp_path / "store"))
-    arguments = (FLAG, transfer, "--nnodes", "2")
+    extra = serving.settings(tmp_path / "store", codec="lossless")
+    arguments = (FLAG, serving.in_yaml(tmp_path / "a.yaml", extra), "--nnodes", "2")
     printed = serving.refused(model, tmp_path / "log", *arguments, cores="0|1")
-    assert "--nnodes is 2, and one engine would be spread over several machines" in printed
+    assert "--nnodes spreads one engine over several machines" in printed
+    assert "where nvme.codec cannot be used" in printed
     assert "--data-parallel-size" in printed
     serving.assert_no_region()
