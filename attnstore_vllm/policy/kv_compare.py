@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
 
 BOUND: Final = 0.5
-"""The distance up to which a difference may be rounding, whatever the model (learned_bound.py)."""
+"""The distance up to which a difference may be rounding in any model (learned_bound.py)."""
 FLOOR: Final = 0.01
 NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Types of KV whose distance is known."""

@@ -25,7 +25,7 @@ STEP: Final = 0.05
 
 
 class LearnedBound(NamedTuple):
-    """Of one KV cache group."""
+    """The bound of one KV cache group."""
 
     pairs: int = 0
     largest: float = 0.0
@@ -44,7 +44,7 @@ class LearnedBound(NamedTuple):
 
 
 def bounds_from(found: object, num_groups: int) -> list[LearnedBound]:
-    """What as_json() wrote, or anything else: then nothing is known."""
+    """Bounds that as_json() wrote. Of anything else nothing is known."""
     known = found if isinstance(found, list) and len(found) == num_groups else []
     bounds = []
     for item in known:

@@ -11,7 +11,7 @@ from attnstore_vllm.tiers.nvme.aside import Aside
 
 
 class AuditedBounds:
-    """What an earlier process of the same namespace has learned counts, too.
+    """Bounds that grow with what is seen. An earlier process of the same namespace has begun them.
 
     Args:
         namespace: of all that is compared.

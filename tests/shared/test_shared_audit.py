@@ -150,7 +150,8 @@ def test_wrong_kv_that_waits_to_be_written_is_not_sent(
     if is_there:
         one.put(name)
         one.until(lambda: one.chunk(name).at(SHARED).state is State.READY)
-    place, go_on, store_all = stored_names(one, tokens)[0], threading.Event(), SharedIo._store_all
+    place, go_on = stored_names(one, tokens)[0], threading.Event()
+    store_all = vars(SharedIo)["_store_all"]
 
     def late(io: SharedIo, lane: int) -> None:
         go_on.wait(rigs.DEADLINE_S)

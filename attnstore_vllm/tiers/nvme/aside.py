@@ -97,7 +97,7 @@ class Aside:
         replace_own(path, json.dumps(said).encode())
 
     def learned(self, namespace: bytes) -> object:
-        """What was left for this namespace; None: nothing that can be read. Raises nothing."""
+        """Returns what was left for this namespace, or None. Raises nothing."""
         try:
             said = json.loads(read_own(self._directory / DIRECTORY / LEARNED, LEARNED_MAX))
         except (OSError, ValueError, RecursionError):
