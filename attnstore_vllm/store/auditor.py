@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The audit of stored KV: chunks beside what vLLM has computed in their place.
 
+It is long since each end of a comparison says what goes, what is told, and what is kept.
+
     begin()     the stored chunk is held, and a spare slot of DRAM is given to the copy
     copied()    the workers have filled it
     tick()      on the store's thread, some layers at a time: are they equal?
@@ -11,8 +13,6 @@
     stop_after  hits that disagreed: all is forgotten, and nothing is served any more
 
 A copy is found by none: no look-up, no tier and no sibling. Of each rank its own part is compared.
-
-It is long since each end of a comparison says what goes, what is told, and what is kept.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Auditor:
             io.forget(chunk, self.reset)
 
     def _end_removals(self) -> None:
-        """Of chunks that were being written when they were found to be wrong."""
+        """Remove chunks that were being written when they were found to be wrong."""
         if not self._leaving:
             return
         with self.context.progress:
