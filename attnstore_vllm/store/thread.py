@@ -124,7 +124,8 @@ class StoreThread:
         """Locked. Whether the next start would miss or find what it should not."""
         is_auditing = self._audit is not None and self._audit.is_busy
         is_resetting = not all(reset.is_over for reset in self._resets)
-        return is_auditing or is_resetting or self.has_writes()
+        is_removing = any(tier.num_removing for tier in self.tiers)  # also to one that was late
+        return is_auditing or is_resetting or is_removing or self.has_writes()
 
     def reset(self) -> list[Reset]:
         """Begin a reset of all tiers; the caller waits for it. From any thread."""

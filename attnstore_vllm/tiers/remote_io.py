@@ -125,7 +125,9 @@ class RemoteIo(TierIo):
             residency.now = now = context.clock()
             ask.is_over = True
             self.answer_time.observe(now - ask.asked_at)
-            entered = [self._enter(chunk, now) for chunk in found]
+            # What follows a wrong one is no hit.
+            right = takewhile(lambda one: bytes(one.name.key) not in self._wrong, found)
+            entered = [self._enter(chunk, now) for chunk in right]
             news = [chunk for chunk in entered if chunk is not None]
             is_wanted = news and ask.request_id in residency.look_ahead
             if is_wanted:  # it is read now, and not when the request is looked at next
@@ -147,9 +149,7 @@ class RemoteIo(TierIo):
             self.health.note_read(self._late() if is_late else None)
 
     def _enter(self, found: Found, now: float) -> Chunk | None:
-        """Locked. None: it is no news, or wrong."""
-        if bytes(found.name.key) in self._wrong:
-            return None
+        """Locked. None: it is no news."""
         residency, movable = self.context.residency, found.movable
         chunk = enter(residency, self.tier, found, now + self.lease_s, self.context.ttl_s)
         if movable is None or residency.index.get(found.name.key) is None:

@@ -61,6 +61,8 @@ class TierIo(ABC):
     """Its checksums are of payloads as they are in DRAM."""
     is_new: bool = True
     """No earlier process can have written to it."""
+    num_removing = 0
+    """Locked. Removals of forget() that are not over: a stop waits for them."""
 
     def __init__(self) -> None:
         self.cost = ReadCost()

@@ -18,7 +18,6 @@ from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared import shared_io
 from attnstore_vllm.tiers.shared.record import HEADER_BYTES
-from attnstore_vllm.tiers.shared.shared_io import SharedIo
 from attnstore_vllm.types import SHARED, Event
 from tests.helpers import PAYLOAD_BYTES, Rig, conversation, lookup_of, memory_rig, payload_of
 from tests.shared import rigs
@@ -151,19 +150,23 @@ def test_wrong_kv_that_waits_to_be_written_is_not_sent(
         one.put(name)
         one.until(lambda: one.chunk(name).at(SHARED).state is State.READY)
     place, go_on = stored_names(one, tokens)[0], threading.Event()
-    store_all = vars(SharedIo)["_store_all"]
-
-    def late(io: SharedIo, lane: int) -> None:
-        go_on.wait(rigs.DEADLINE_S)
-        store_all(io, lane)
-
-    monkeypatch.setattr(SharedIo, "_store_all", late)
     audit = AuditConfig(rate=1.0, stop_after=100)
     tier = rigs.make(server.settings, namespace, directory=None)
     two = memory_rig(more_tiers=(tier,), audit=audit, comparisons=(BITS,), path=tmp_path)
     rigs.see_weights(two, same=True)
     two.until(lambda: io_of(two).generation.usable is not None)
+    busy, ask = set[int](), io_of(two).helper.numbers
+
+    def late(lane: int, *given: Any) -> list[int]:
+        busy.add(lane)
+        go_on.wait(rigs.DEADLINE_S)
+        return ask(lane, *given)
+
+    monkeypatch.setattr(io_of(two).helper, "numbers", late)
     try:
+        for number in range(2, 2 + len(shared_io.STORE_LANES)):
+            two.put(whole_chunks(conversation(number, NUM_TOKENS), None)[0])
+            two.until(lambda: len(busy) == number - 1)  # noqa: B023 - it is called at once
         two.put(name, bytes(PAYLOAD_BYTES))
         chunk = two.chunk(name)
         two.until(lambda: chunk.at(SHARED).state is State.WRITING)

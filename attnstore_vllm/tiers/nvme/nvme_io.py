@@ -150,8 +150,6 @@ class NvmeIo(TierIo):
         # Only the order of records comes from it; a clock that was set back costs order.
         self._sequence = int(context.wall() * 1e9)
         self._is_claiming = False
-        self._num_forgetting = 0
-        """Removals that are not on the disk yet: a stop waits for them."""
         self.is_new = not slab.foreign and len(slab.own) == len(slab.fresh)
         for segment in slab.fresh:
             records = slab.records_of(segment)
@@ -173,7 +171,7 @@ class NvmeIo(TierIo):
     @property
     def num_storing(self) -> int:
         busy = self._depths[1] - len(self._store_frames)
-        return busy + self._is_claiming + self._num_forgetting
+        return busy + self._is_claiming + self.num_removing
 
     @property
     def can_load(self) -> bool:
@@ -415,13 +413,13 @@ class NvmeIo(TierIo):
         if copy.state is not State.READY:
             return
         residency.begin_scrub(self.tier, chunk)
-        self._num_forgetting += 1
+        self.num_removing += 1
         page = memoryview(mmap.mmap(-1, self._disk.slab.header_bytes))
 
         def done(completion: Completion) -> None:
             with self._context.progress:
                 residency.end_scrub(self.tier, chunk)
-                self._num_forgetting -= 1
+                self.num_removing -= 1
             self.health.note_write(completion.error)
             if completion.error is not None:
                 logger.error(

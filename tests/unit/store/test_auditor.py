@@ -157,7 +157,11 @@ def test_what_cannot_be_removed_from_the_disk_leaves_nothing_to_the_next_start(
     assert again.store.figures().counts["recovered"] == 0
 
 
-def test_a_stop_waits_until_what_differs_is_removed(open_rig: Rigs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_stop_waits_until_what_differs_is_removed(
+    open_rig: Rigs, tmp_path: Path, in_use: bool
+) -> None:
+    """Also where the disk was late, and nothing else is written."""
     rig, device = audited(open_rig, tmp_path)
     chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
     device.settle()
@@ -167,6 +171,8 @@ def test_a_stop_waits_until_what_differs_is_removed(open_rig: Rigs, tmp_path: Pa
     device.hold()
     rig.store.finish_saves([copy])
     rig.until(lambda: bool(device.pending))
+    if not in_use:
+        rig.store.thread.tiers[0].health.note_hang("a read")
     slow = threading.Timer(0.3, device.release)
     slow.start()
     rig.close()
