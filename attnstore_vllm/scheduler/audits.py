@@ -106,7 +106,7 @@ class Audits:
         for piece in state.audited:
             if piece.stop > computed:
                 continue
-            runs = self._runs(piece, computed, tables[piece.group])
+            runs = self._runs(piece, state.computing.first, computed, tables[piece.group])
             if runs is None:
                 continue
             blocks = [range(at, at + len(block_ids)) for at, block_ids in runs]
@@ -122,10 +122,14 @@ class Audits:
         self._plans.save(name, fleeting, lora, adapter, is_fleeting=True)
 
     def _runs(
-        self, piece: AuditedPiece, computed: int, block_ids: Sequence[int]
+        self, piece: AuditedPiece, start: int, computed: int, block_ids: Sequence[int]
     ) -> list[tuple[int, tuple[int, ...]]] | None:
         """Blocks that hold what this piece has, each run with its first place in a slot; empty if
-        they are not there any more. None: it has no whole block."""
+        they are not there any more, or were not computed. None: it has no whole block.
+
+        Args:
+            start: what is before it vLLM has got since, maybe from this very chunk.
+        """
         size = self._geometry.groups[piece.group].block_tokens
         if piece.group in self._states:
             block = block_ids[(piece.stop - 1) // size]
@@ -133,6 +137,9 @@ class Audits:
         first, stop = -(-piece.start // size), piece.stop // size
         if first >= stop:
             return None
+        first = max(first, -(-start // size))
+        if first >= stop:
+            return []
         found = tuple(block_ids[first:stop])
         if not all(found):  # a window keeps what is needed to its end, so none is gone
             return []

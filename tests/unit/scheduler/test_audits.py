@@ -268,6 +268,27 @@ def test_it_is_drawn_once_though_it_is_asked_for_again_and_again(start: Start) -
     assert world.side.take_stats().data["counters"]["recomputations:audit"] == 1
 
 
+@pytest.mark.parametrize("more", [0, BLOCK])
+def test_what_another_request_has_loaded_meanwhile_says_nothing(start: Start, more: int) -> None:
+    """vLLM had no room, and then had the prompt's beginning: from the store, as it may be."""
+    world = start()
+    world.put(tokens_of(1, LENGTH))
+    request = world.request("one", tokens_of(1, LENGTH))
+    world.sequences["one"] = tokens_of(1, LENGTH)
+    world.come(request)
+    assert world.ask(request) == 0
+    world.end_step()
+    local = 2 * CHUNK + more
+    assert world.ask(request, local) == 0
+    world.start(request, 0)
+    request.num_computed_tokens = local
+    world.end_step(request)
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"agreed": 2, "not_compared": 2}
+
+
 def test_after_a_preemption_it_is_served(start: Start) -> None:
     world = start()
     world.put(tokens_of(1, LENGTH))
