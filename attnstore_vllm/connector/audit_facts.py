@@ -14,7 +14,14 @@ from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.rank import GroupPages, PageSide, RankDescription
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.policy.kv_compare import NUMBER_BYTES, Comparison, Side, Unit
+from attnstore_vllm.policy.kv_compare import (
+    BOUND,
+    NUMBER_BYTES,
+    STATE_BOUND,
+    Comparison,
+    Side,
+    Unit,
+)
 from attnstore_vllm.tiers.nvme.aside import is_stopped, stopped_path
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.page_content import ContentSide
@@ -116,7 +123,8 @@ def _comparison(
         raise UnsupportedError(why or "its ranks differ in where K and V are")
     sides = next(iter(kinds))
     size = content_bytes(sides, units)
-    return Comparison(units, None if bits else [side_of(one) for one in sides], size)
+    most = STATE_BOUND if geometry.groups[place].reach == STATE else BOUND
+    return Comparison(units, None if bits else [side_of(one) for one in sides], size, most)
 
 
 def content_bytes(sides: Sequence[PageSide], units: Sequence[Unit]) -> int:

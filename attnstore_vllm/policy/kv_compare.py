@@ -32,6 +32,8 @@ _Floats = npt.NDArray[np.float32]
 
 BOUND: Final = 0.5
 """The distance up to which a difference may be rounding in any model (learned_bound.py)."""
+STATE_BOUND: Final = 1.0
+"""The same of states, which are summed up otherwise where steps of a prompt end elsewhere."""
 FLOOR: Final = 0.01
 NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Types of KV whose distance is known."""
@@ -93,6 +95,7 @@ class Comparison:
         sides: by which the distance is known; None: bits are compared.
         content_bytes: of a page, from its beginning on: what is behind it may be anything. None:
             all of it.
+        most: see BOUND.
     """
 
     def __init__(
@@ -100,10 +103,12 @@ class Comparison:
         units: Sequence[Unit],
         sides: Sequence[Side] | None,
         content_bytes: int | None = None,
+        most: float = BOUND,
     ) -> None:
         self.units = tuple(units)
         self.sides = None if sides is None else tuple(sides)
         self.content_bytes = content_bytes
+        self.most = most
         self.largest = 0.0
         """The largest distance that the last look() has met so far, of those it let pass."""
 
@@ -113,7 +118,7 @@ class Comparison:
         if self.sides is None:
             return "bit for bit"
         names = " and ".join(side.name for side in self.sides)
-        return f"by the distance of {names}, which may be {BOUND:g}, or what rounding has shown"
+        return f"by the distance of {names}, which may be {self.most:g}, or what rounding has shown"
 
     def look(
         self, stored: memoryview, computed: memoryview, blocks: Blocks, bound: float = BOUND

@@ -3,7 +3,7 @@
 
 Rounding is what pairs show of which one process computed both. How large it is depends on the
 model, its types and the batches that come, so it is not known before. Until enough pairs were seen
-the bound is that of a model which is not known (kv_compare.BOUND).
+the bound is that of a model which is not known (kv_compare.BOUND), and it never is wider.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ FACTOR: Final = 8
 and a crowd that has not come yet may round more."""
 LEAST: Final = 0.1
 """No bound is smaller. bfloat16 rounds by 0.004, many times on the way through a model."""
+PAIRS_MAX: Final = 2**53
 STEP: Final = 0.05
 """Bounds differ by so much, so that few are ever new."""
 
@@ -49,7 +50,9 @@ def bounds_from(found: object, num_groups: int) -> list[LearnedBound]:
     bounds = []
     for item in known:
         match item:
-            case [int(pairs), (int() | float()) as largest] if pairs >= 0 and 0 <= largest <= BOUND:
+            case [int(pairs), (int() | float()) as largest] if (
+                0 <= pairs < PAIRS_MAX and 0 <= largest <= BOUND
+            ):
                 bounds.append(LearnedBound(pairs, float(largest)))
             case _:
                 return [LearnedBound()] * num_groups

@@ -29,7 +29,7 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.kv_causes import cause_of
-from attnstore_vllm.policy.kv_compare import Blocks, Comparison, Difference
+from attnstore_vllm.policy.kv_compare import BOUND, Blocks, Comparison, Difference
 from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.store.audited_bounds import AuditedBounds
 from attnstore_vllm.store.audited_hits import AuditedHits
@@ -87,7 +87,8 @@ class Auditor:
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace
-        self._bounds = AuditedBounds(aside, namespace, len(comparisons))
+        most = [BOUND if one is None else one.most for one in comparisons]
+        self._bounds = AuditedBounds(aside, namespace, most)
         self._copying: dict[Chunk, _Pair] = {}
         """By the copy."""
         self._waiting: deque[_Pair] = deque()

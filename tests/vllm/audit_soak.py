@@ -48,7 +48,7 @@ class Recording(Comparison):
     """Notes each distance that is not 0."""
 
     def __init__(self, like: Comparison) -> None:
-        super().__init__(like.units, like.sides, like.content_bytes)
+        super().__init__(like.units, like.sides, like.content_bytes, like.most)
         self.seen: list[float] = []
 
     def look(

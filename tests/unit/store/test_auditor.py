@@ -24,7 +24,7 @@ from attnstore_vllm.cli.inspect import show_audits
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.kv_causes import ALL_DIFFER
-from attnstore_vllm.policy.kv_compare import Comparison, Side, Unit
+from attnstore_vllm.policy.kv_compare import STATE_BOUND, Comparison, Side, Unit
 from attnstore_vllm.policy.learned_bound import PAIRS
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
@@ -47,6 +47,7 @@ BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8), Unit(0, 1, PAYLOAD_BYTES /
 """Two layers of 4 blocks."""
 NUMBERS = np.arange(PAYLOAD_BYTES // 16).reshape(1, 1, -1)
 BY_DISTANCE = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8)], [Side("K", "float16", NUMBERS)])
+STATES = Comparison(BY_DISTANCE.units, BY_DISTANCE.sides, most=STATE_BOUND)
 ALL = [range(4)]
 HANGS_MS = 60_000
 """A device is given so long: one that hangs may not give a request back when it is asked to."""
@@ -223,9 +224,8 @@ def test_what_is_behind_it_goes_too(
     assert outcomes(rig) == {"agreed": 2, "differed": 1}
 
 
-def by_distance(open_rig: Rigs, path: Path, image: bytes | None = None) -> Rig:
-    given = {"image": image} if image is not None else {}
-    rig, _ = audited(open_rig, path, comparisons=(BY_DISTANCE,), **given)
+def by_distance(open_rig: Rigs, path: Path, comparison: Comparison = BY_DISTANCE) -> Rig:
+    rig, _ = audited(open_rig, path, comparisons=(comparison,))
     return rig
 
 
@@ -264,6 +264,15 @@ def test_a_bound_is_learned_from_what_was_computed_twice(open_rig: Rigs, tmp_pat
     file.write_text(file.read_text().replace(NAMESPACE.hex(), "00"))
     another = by_distance(open_rig, tmp_path)
     assert off_by(another, 104, 0.2)["agreed"] == 1
+
+
+def test_nothing_is_learned_of_states(open_rig: Rigs, tmp_path: Path) -> None:
+    """They agree to the bit as long as steps end at the same places."""
+    rig = by_distance(open_rig, tmp_path, STATES)
+    learns(rig)
+    assert off_by(rig, 100, 0.7)["agreed"] == 1
+    assert off_by(rig, 101, -3.0)["differed"] == 1
+    assert not (tmp_path / "audit" / "learned").exists()
 
 
 def test_the_bytes_are_kept_for_their_owner_alone(open_rig: Rigs, tmp_path: Path) -> None:
