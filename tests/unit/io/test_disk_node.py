@@ -104,10 +104,12 @@ def test_the_first_rank_of_an_engine_looks(tmp_path: Path, monkeypatch: pytest.M
         return type("Some", (), of)
 
     part = attributes(nvme=attributes(path=tmp_path / "dp1"))
+    geometry = attributes(num_ranks=4, of_a_node=lambda ranks: attributes(num_ranks=ranks))
     for name, value in (
         ("_config", lambda _: part),
-        ("geometry_of", lambda *_: attributes(num_ranks=2)),
-        ("rank_in_engine", lambda _: 0),
+        ("geometry_of", lambda *_: geometry),
+        ("rank_in_engine", lambda _: 2),  # the first of the second node
+        ("ranks_of_a_node", lambda _, num_ranks: num_ranks // 2),
         ("gpu_nodes", lambda rank, num_ranks: [7] * num_ranks),
         ("_outer", lambda: None),
         ("warn_of_order", lambda _: None),
