@@ -34,6 +34,7 @@ from tests.vllm.host import ENVIRONMENT, EngineHost
 from tests.vllm.prompts import random_tokens
 from tests.vllm.test_pipeline import ANSWER, LENGTHS, STORED, THREE, Answers, ask_again, ask_twice
 
+REPOSITORY = Path(__file__).parents[2]
 OWN_MEMORY = ["unshare", "--mount", "sh", "-c"]
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 FIRST, SECOND = ({"VLLM_CPU_OMP_THREADS_BIND": core, **LOOPBACK} for core in ("0", "1"))
@@ -78,7 +79,9 @@ class TwoNodes:
         self._stack.close()
 
     def _around(self) -> dict[str, str]:
-        return {**ENVIRONMENT, **SECOND, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        """The worker unpickles functions of the tests, so it must find them."""
+        found = {"PYTHONPATH": str(REPOSITORY), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        return {**ENVIRONMENT, **SECOND, **found}
 
     def _headless(self, spec: EngineSpec, port: int) -> list[str]:
         model = make_model(self._models / "model-192-6-2", THREE)
