@@ -117,24 +117,30 @@ class World:
         at = start
         for extent in cover:
             assert extent.start == at < extent.stop <= stop
-            before: Known | None = None
-            all_exact = True
-            for piece in extent.pieces:
-                chunk = self.known[piece.key]
-                last = piece.first + piece.num_tokens
-                assert chunk.domain == domain
-                assert piece.tokens == chunk.name.tokens
-                assert piece.start == at < piece.stop
-                assert chunk.native_from <= piece.first
-                assert chunk.tokens[piece.first : last] == prompt[piece.start : piece.stop]
-                if before is not None:
-                    assert piece.first == 0 and chunk.name.parent == before.name.key
-                all_exact = all_exact and chunk.is_exact
-                before, at = chunk, piece.stop
-                if piece is not extent.pieces[-1]:
-                    assert last == len(chunk.tokens)
-            assert extent.stop == at
-            assert extent.is_exact == all_exact
+            self.check_extent(extent, prompt, domain)
+            at = extent.stop
+
+    def check_extent(self, extent: Extent, prompt: list[int], domain: bytes) -> None:
+        """It is true, token by token."""
+        at = extent.start
+        before: Known | None = None
+        all_exact = True
+        for piece in extent.pieces:
+            chunk = self.known[piece.key]
+            last = piece.first + piece.num_tokens
+            assert chunk.domain == domain
+            assert piece.tokens == chunk.name.tokens
+            assert piece.start == at < piece.stop
+            assert chunk.native_from <= piece.first
+            assert chunk.tokens[piece.first : last] == prompt[piece.start : piece.stop]
+            if before is not None:
+                assert piece.first == 0 and chunk.name.parent == before.name.key
+            all_exact = all_exact and chunk.is_exact
+            before, at = chunk, piece.stop
+            if piece is not extent.pieces[-1]:
+                assert last == len(chunk.tokens)
+        assert extent.stop == at
+        assert extent.is_exact == all_exact
 
 
 def expected_stops(

@@ -23,6 +23,7 @@ Not thread-safe: the store's lock covers it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from attnstore_vllm._native import ContentIndex as Entries
@@ -148,13 +149,36 @@ class ContentIndex:
         a chunk found and 15 us an extent.
         Encoding the tokens may cost more.
         """
-        cover = []
-        for found in self._entries.find(domain, tokens, start, stop, min_extent, max_extents):
-            pieces = tuple([MovedPiece(*piece[:5]) for piece in found])
-            is_exact = all(piece[5] for piece in found)
-            cover.append(Extent(pieces[0].start, pieces[-1].stop, is_exact, pieces))
-        return cover
+        return _extents(self._entries.find(domain, tokens, start, stop, min_extent, max_extents))
+
+    def find_all(
+        self,
+        domain: bytes,
+        tokens: bytes,
+        start: int,
+        stop: int,
+        min_extent: int,
+        max_extents: int = MAX_EXTENTS,
+    ) -> list[Extent]:
+        """What is stored of tokens [start, stop) of a request, in their order, with gaps.
+
+        Of extents that overlap the longest is taken, and the others lose what it covers. What is
+        found counts as used. Args: as find()'s; of more than `max_extents` the longest are taken.
+
+        Cost: of 8,000 tokens of which nothing is stored 0.1 to 0.2 ms.
+        """
+        found = self._entries.find_all(domain, tokens, start, stop, min_extent, max_extents)
+        return _extents(found)
 
     def work(self) -> Work:
-        """Counts of what the last find() did."""
+        """Counts of what the last search did."""
         return Work(*self._entries.work())
+
+
+def _extents(found: Iterable[Sequence[tuple[bytes, int, int, int, bytes, bool]]]) -> list[Extent]:
+    extents = []
+    for some in found:
+        pieces = tuple([MovedPiece(*piece[:5]) for piece in some])
+        is_exact = all(piece[5] for piece in some)
+        extents.append(Extent(pieces[0].start, pieces[-1].stop, is_exact, pieces))
+    return extents

@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string_view>
+#include <vector>
 
 #include "content/content_index.h"
 
@@ -17,6 +18,7 @@ using attnstore::Bytes32;
 using attnstore::ContentExtent;
 using attnstore::ContentIndex;
 using attnstore::ContentPiece;
+using attnstore::ContentQuery;
 using attnstore::kTokenBytes;
 
 Bytes32 as_bytes32(const py::bytes& value) {
@@ -48,6 +50,9 @@ void add(ContentIndex& self, const py::bytes& key, const py::bytes& parent, cons
             native_from, is_exact});
 }
 
+using Search = std::vector<ContentExtent> (ContentIndex::*)(const ContentQuery&);
+
+template <Search search>
 py::list find(ContentIndex& self, const py::bytes& domain, const py::bytes& tokens,
               std::uint32_t start, std::uint32_t stop, std::uint32_t min_extent,
               std::size_t max_extents) {
@@ -55,7 +60,7 @@ py::list find(ContentIndex& self, const py::bytes& domain, const py::bytes& toke
   if (start > stop || stop > all.count) throw std::invalid_argument("no such tokens");
   py::list cover;
   for (const ContentExtent& extent :
-       self.find({as_bytes32(domain), all.data, start, stop, min_extent, max_extents})) {
+       (self.*search)({as_bytes32(domain), all.data, start, stop, min_extent, max_extents})) {
     py::list pieces;
     for (const ContentPiece& piece : extent.pieces) {
       const Bytes32& key = self.key(piece.id);
@@ -88,9 +93,12 @@ void bind_content_index(py::module_& m) {
           [](ContentIndex& self, const py::bytes& key) { return self.remove(as_bytes32(key)); },
           py::arg("key"), "Whether it was there.")
       .def("clear", &ContentIndex::clear)
-      .def("find", &find, py::arg("domain"), py::arg("tokens"), py::arg("start"), py::arg("stop"),
-           py::arg("min_extent"), py::arg("max_extents"),
+      .def("find", &find<&ContentIndex::find>, py::arg("domain"), py::arg("tokens"),
+           py::arg("start"), py::arg("stop"), py::arg("min_extent"), py::arg("max_extents"),
            "A list of extents, each a list of (key, first, start, stop, tokens of its chunk, "
            "is_exact).")
-      .def("work", &work, "Windows, candidates, walks, looks and tokens of the last find().");
+      .def("find_all", &find<&ContentIndex::find_all>, py::arg("domain"), py::arg("tokens"),
+           py::arg("start"), py::arg("stop"), py::arg("min_extent"), py::arg("max_extents"),
+           "As find(), with gaps between the extents.")
+      .def("work", &work, "Windows, candidates, walks, looks and tokens of the last search.");
 }

@@ -131,12 +131,22 @@ bool ContentIndex::walk_back(const ContentQuery& query, std::uint32_t from, std:
   return true;
 }
 
-// Extends walk_ as far as tokens agree.
+// Extends walk_ as far as tokens agree, and notes where it has been.
 void ContentIndex::walk_on(const ContentQuery& query) {
+  extend(query);
+  const std::uint32_t from = walk_.pieces.front().start;
+  for (const ContentPiece& piece : walk_.pieces) {
+    // A later window may show the same walk by another of its anchors.
+    const bool may_be_seen = piece.start < from + stride_ + hash_.window();
+    if (may_be_seen) tried_.push_back({piece.id, std::int64_t{piece.start} - piece.first});
+  }
+}
+
+// Extends walk_ as far as tokens agree: through the rest of its last chunk and its children.
+void ContentIndex::extend(const ContentQuery& query) {
   const auto wanted = [&](std::uint32_t token) {
     return query.tokens + std::size_t{token} * kTokenBytes;
   };
-  const std::uint32_t from = walk_.pieces.front().start;
   ContentPiece& first = walk_.pieces.back();
   std::uint32_t offset = first.first + (first.stop - first.start);
   const Chunk* chunk = &raw(first.id);
@@ -161,9 +171,6 @@ void ContentIndex::walk_on(const ContentQuery& query) {
   walk_.is_exact = true;
   for (const ContentPiece& piece : walk_.pieces) {
     walk_.is_exact = walk_.is_exact && raw(piece.id).is_exact;
-    // A later window may show the same walk by another of its anchors.
-    const bool may_be_seen = piece.start < from + stride_ + hash_.window();
-    if (may_be_seen) tried_.push_back({piece.id, std::int64_t{piece.start} - piece.first});
   }
 }
 

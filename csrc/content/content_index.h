@@ -37,6 +37,7 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "content/content_anchors.h"
@@ -78,7 +79,7 @@ struct ContentQuery {
   std::size_t max_extents;
 };
 
-// What the last find() did.
+// What the last find() or find_all() did.
 struct ContentWork {
   std::uint64_t windows = 0;     // hashed and looked up
   std::uint64_t candidates = 0;  // places compared with the request
@@ -95,6 +96,8 @@ class ContentIndex {
   static constexpr std::size_t kWalksMax = 8;
   static constexpr std::size_t kSiblingsMax = 4096;  // more are found by their anchors only
   static constexpr std::size_t kNeighbours = 4;
+  static constexpr std::uint32_t kBatch = 96;  // windows of find_all() that share limits
+  static constexpr std::uint64_t kComparedMax = 16;
   static constexpr std::size_t kLooksMax = 13 + 2 * kNeighbours;  // 2^12 siblings
 
   // Throws std::invalid_argument for chunk_tokens not in 1 to 65,536, or no room for a chunk.
@@ -116,6 +119,11 @@ class ContentIndex {
 
   // The longest cover of [start, stop) from `start` on. Its ids are valid until the next change.
   std::vector<ContentExtent> find(const ContentQuery& query);
+
+  // What is stored of [start, stop), with gaps: the longest runs, and what they leave of others,
+  // none shorter than min_extent. Its ids are valid until the next change. Compares at most
+  // kComparedMax tokens for each window of the request, and the tokens of one run beyond it.
+  std::vector<ContentExtent> find_all(const ContentQuery& query);
 
  private:
   struct Chunk {
@@ -144,11 +152,22 @@ class ContentIndex {
     std::uint64_t stamp = 0;
     bool is_exact = false;
   };
+  // Tokens [start, stop) of a request, of a walk, that no other has.
+  struct Left {
+    std::uint32_t start;
+    std::uint32_t stop;
+    const Walk* run;
+  };
   struct Tried {
     Id id;
     std::int64_t origin;  // where in the request the chunk's first token would be
 
     bool operator==(const Tried& other) const { return id == other.id && origin == other.origin; }
+  };
+  struct TriedHash {
+    std::size_t operator()(const Tried& tried) const {
+      return mix64(static_cast<std::uint64_t>(tried.origin) * 0x100000001B3ULL ^ tried.id);
+    }
   };
 
   Chunk& raw(Id id) const { return entries_[id]; }
@@ -179,6 +198,13 @@ class ContentIndex {
   bool walk_back(const ContentQuery& query, std::uint32_t from, std::uint32_t at,
                  AnchorTable::Place place);
   void walk_on(const ContentQuery& query);
+  void extend(const ContentQuery& query);
+  void try_run(const ContentQuery& query, std::uint32_t at, AnchorTable::Place place,
+               std::vector<Walk>* runs);
+  bool run_back(const ContentQuery& query, std::uint32_t at, AnchorTable::Place place);
+  std::vector<ContentExtent> longest_first(const ContentQuery& query, std::vector<Walk>* runs);
+  static void cut_out(const Left& taken, std::uint32_t least, std::vector<Left>* left);
+  ContentExtent part_of(const Walk& run, std::uint32_t start, std::uint32_t stop) const;
 
   const std::uint32_t chunk_tokens_;
   const std::uint32_t stride_;
@@ -199,10 +225,11 @@ class ContentIndex {
   std::vector<Id> free_siblings_;
   SharedValues domains_;
   ContentWork work_;
-  // Of the find() that runs, kept for their memory.
+  // Of the find() or find_all() that runs, kept for their memory.
   std::uint32_t domain_ = kNone;
   Walk walk_;
   std::vector<Tried> tried_;
+  std::unordered_set<Tried, TriedHash> walked_;
   std::vector<std::uint64_t> hashes_;
   std::vector<std::uint64_t> seen_;
   std::size_t candidates_left_ = 0;
