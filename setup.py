@@ -31,7 +31,12 @@ SOURCES += [
     "copy/encoded_copier",
     *(f"codec/{path.stem}" for path in sorted(Path("csrc/codec").glob("*.cpp"))),
 ]
-SOURCES += ["content/content_index", "content/content_find", "content/content_find_all", "content/content_anchors"]
+SOURCES += [
+    "content/content_index",
+    "content/content_find",
+    "content/content_find_all",
+    "content/content_anchors",
+]
 XXHASH_SOURCES = ["bind/bind_checksum", "io/checksum", "io/checksum_avx2"]
 URING_SOURCES = [
     "bind/bind_uring",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it takes to find what is left of a truncated prompt among a million anchors.
 
-    python -m benchmarks.micro.extents [--anchors 1000000] [--tokens 32768] [--rounds 50] [--json]
+    python -m benchmarks.micro.extents [--anchors 1000000] [--tokens 32768] [--rounds 50] [--gaps]
+        [--json]
 
 Each row has a store of its own, of chunks of 256 tokens (four anchors each), all of one tenant:
 
@@ -9,6 +10,8 @@ Each row has a store of its own, of chunks of 256 tokens (four anchors each), al
                              prompt the system prompt is kept and then tokens are missing
     thinking removed         the same, and 40 pieces are cut out of one of them
     nothing stored           the same, and a prompt that nobody has asked before
+
+    documents                the same, and a prompt of parts of them, 512 tokens each, with gaps
 
 The others are made up by somebody who wants a search to be slow:
 
@@ -22,9 +25,11 @@ The others are made up by somebody who wants a search to be slow:
     one period               store and prompt repeat the same 97 tokens, at all shifts
     short extents            64 extents of 96 tokens, each stored many times
 
-A search is timed as the store does it, in Python, from encoded tokens to extents. Between two of
-them 64 MiB are read and written, so that caches are as cold as in a server. Where others use the
-machine, the worst may be one that they interrupted; `on CPU` is the most processor time.
+With `--gaps` all that is stored of a prompt is searched for, as for documents, and not one cover
+without a gap. A search is timed as the store does it, in Python, from encoded tokens to extents.
+Between two of them 64 MiB are read and written, so that caches are as cold as in a server. Where
+others use the machine, the worst may be one that they interrupted; `on CPU` is the most processor
+time.
 """
 
 from __future__ import annotations
@@ -145,6 +150,17 @@ def unknown(case: Case) -> Prompts:
         yield case.draw(case.num_tokens), 0
 
 
+def documents(case: Case) -> Prompts:
+    count = _conversations(case)
+    while True:
+        parts = [SYSTEM]
+        for _ in range(case.num_tokens // (512 + 24)):
+            stored = _conversation(case, int(case.random.integers(count)))
+            at = int(case.random.integers(CHUNK, case.num_tokens - 512))
+            parts += [case.draw(24), stored[at : at + 512]]
+        yield np.concatenate(parts), CHUNK
+
+
 def repeated(case: Case) -> Prompts:
     prompt = np.full(case.num_tokens, 7, np.uint32)
     while not case.is_full:
@@ -238,6 +254,7 @@ CASES: dict[str, Callable[[Case], Prompts]] = {
     "oldest turns dropped": dropped,
     "thinking removed": thinking,
     "nothing stored": unknown,
+    "documents": documents,
     "one repeated token": repeated,
     "chunks but a token": but_a_token,
     "prompts but a token": long_walks,
@@ -252,7 +269,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def measure(name: str, num_chunks: int, num_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(
+    name: str, num_chunks: int, num_tokens: int, rounds: int, *, gaps: bool
+) -> dict[str, Any]:
     gc.collect()
     before = resident_bytes()
     case = Case(num_chunks, num_tokens)
@@ -260,6 +279,7 @@ def measure(name: str, num_chunks: int, num_tokens: int, rounds: int) -> dict[st
     next(prompts)
     gc.collect()
     taken = resident_bytes() - before
+    search = case.index.find_all if gaps else case.index.find
     caches = np.zeros(64 << 20, np.uint8)
     times, on_cpu, covered, extents, works = [], [], [], [], []
     for _ in range(rounds):
@@ -267,10 +287,10 @@ def measure(name: str, num_chunks: int, num_tokens: int, rounds: int) -> dict[st
         encoded = prompt.astype(">u4").tobytes()
         caches += 1
         began, began_cpu = time.perf_counter(), time.thread_time()
-        found = case.index.find(DOMAIN, encoded, start, len(prompt), case.min_extent)
+        found = search(DOMAIN, encoded, start, len(prompt), case.min_extent)
         times.append(1000 * (time.perf_counter() - began))
         on_cpu.append(1000 * (time.thread_time() - began_cpu))
-        covered.append(found[-1].stop - start if found else 0)
+        covered.append(sum(extent.stop - extent.start for extent in found))
         extents.append(len(found))
         works.append(case.index.work())
     most = {
@@ -335,13 +355,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768, help="of the prompt")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--only", choices=CASES, help="one row")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "extents.json")
+    parser.add_argument("--gaps", action="store_true", help="search for all, as for documents")
+    parser.add_argument("--out", type=Path, help="default: results/extents[_gaps].json")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     args = parser.parse_args()
     num_chunks = max(args.anchors // CHUNK_ANCHORS, 1)
     names = [args.only] if args.only else list(CASES)
     results = [
-        measure(name, num_chunks, args.tokens, args.rounds) for name in tqdm(names, unit="store")
+        measure(name, num_chunks, args.tokens, args.rounds, gaps=args.gaps)
+        for name in tqdm(names, unit="store")
     ]
     report = {
         "machine": machine(), "anchors": num_chunks * CHUNK_ANCHORS, "goal_ms": GOAL_MS,
@@ -349,8 +371,9 @@ def main() -> None:
         "worst_cpu_ms": max(one["worst_cpu_ms"] for one in results),
         "encode_ms": encode_ms(args.tokens), "results": results,
     }  # fmt: skip
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    out = args.out or ROOT / "results" / ("extents_gaps.json" if args.gaps else "extents.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
     if args.json:
         print(json.dumps(report))
         return

@@ -148,6 +148,7 @@ def test_documents_in_another_order_with_gaps(length: int) -> None:
         prompt += [*text, *numbered(900 + len(prompt), 24)]
     found = find_all(world, prompt)
     assert [(extent.start, extent.stop) for extent in found] == places
+    assert world.index.work().walks == 6, "a place is followed once"
     # From the middle of one on, and up to the middle of another.
     start, stop = places[0][0] + 5, places[5][1] - 5
     cut = find_all(world, prompt, start, stop, min_extent=length - 5)
@@ -191,9 +192,7 @@ def test_junk_before_a_document_hides_it_not() -> None:
     for number in range(40):
         world.add_all([5] * 256 * 4, salt=str(number))
     prompt = [5] * 4000 + text + [5] * 4000
-    assert any(
-        (extent.start, extent.stop) == (4000, 4512) for extent in find_all(world, prompt)
-    )
+    assert any((extent.start, extent.stop) == (4000, 4512) for extent in find_all(world, prompt))
 
 
 def test_hostile_sequences_cost_no_more() -> None:
