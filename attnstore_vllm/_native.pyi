@@ -198,4 +198,13 @@ class ContentIndex:
         min_extent: int,
         max_extents: int,
     ) -> list[list[tuple[Key, int, int, int, bytes, bool]]]: ...
+    def find_all(
+        self,
+        domain: bytes,
+        tokens: bytes,
+        start: int,
+        stop: int,
+        min_extent: int,
+        max_extents: int,
+    ) -> list[list[tuple[Key, int, int, int, bytes, bool]]]: ...
     def work(self) -> tuple[int, int, int, int, int]: ...

@@ -175,7 +175,7 @@ class ContentIndex:
         return Work(*self._entries.work())
 
 
-def _extents(found: Iterable[Sequence[tuple[bytes, int, int, int, bytes, bool]]]) -> list[Extent]:
+def _extents(found: Iterable[Sequence[tuple[Key, int, int, int, bytes, bool]]]) -> list[Extent]:
     extents = []
     for some in found:
         pieces = tuple([MovedPiece(*piece[:5]) for piece in some])
