@@ -31,6 +31,11 @@ class EngineFacts:
     why_not_moved: str | None = None
     """Why KV cannot be moved to other positions; None: it can."""
 
+    pass_tokens: int = 0
+    """Tokens of a pass of our own and of the step before it, at most; 0: there are none."""
+    pass_rows: int = 0
+    """Runs of tokens of a pass of our own, at most."""
+
     # ---- vLLM's steps
 
     step_tokens: int = 1 << 30

@@ -210,6 +210,8 @@ class TruncationConfig:
     sinks: int = 0
     shared_by: Sharing = "salted"
     """`share`. Moved KV begins and ends at any token (index/prefix.py)."""
+    documents: bool = False
+    """KV of a prompt's parts is found in any place and order, with gaps between them."""
 
     @classmethod
     def parse(cls, given: object) -> TruncationConfig | None:
@@ -217,7 +219,9 @@ class TruncationConfig:
             return None
         if not isinstance(given, Mapping):
             raise ConfigError(f"truncation is {given!r}; it must be off or {{enabled: true}}")
-        check_keys("truncation.", given, {"enabled", "min_tokens", "sinks", "share"}, set())
+        check_keys(
+            "truncation.", given, {"enabled", "min_tokens", "sinks", "share", "documents"}, set()
+        )
         return cls(
             enabled=parse_switch("truncation.enabled", given.get("enabled", False)),
             min_tokens=parse_integer(
@@ -225,6 +229,7 @@ class TruncationConfig:
             ),
             sinks=parse_integer("truncation.sinks", given.get("sinks", 0), 0, 65_536),
             shared_by=_sharing("truncation.share", given.get("share", "salted")),
+            documents=parse_switch("truncation.documents", given.get("documents", False)),
         )
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -56,6 +56,7 @@ from attnstore_vllm.connector.nodes import (
     fewer_replicas,
     ranks_of_a_node,
 )
+from attnstore_vllm.connector.own_pass import OwnPass, make_own_pass
 from attnstore_vllm.connector.page_contents import pages_of_groups
 from attnstore_vllm.connector.pipeline import (
     PipelineStage,
@@ -98,6 +99,7 @@ from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
+from attnstore_vllm.transfer.plan import PassPlan
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, peek, pool_name
 from attnstore_vllm.transfer.pool_files import parts_of
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
@@ -295,6 +297,11 @@ def build_worker(
             token_bytes, step_tokens, geometry.rank_bytes, device_bytes
         )
 
+    own_pass = cache(partial(_own_pass, vllm_config, kv_cache_config, layers, find_one))
+
+    def computes(passing: PassPlan) -> None:
+        own_pass().compute(passing.runs, passing.block_ids)
+
     pool = _open_pool(vllm_config, config, here, local_rank, nodes)
     node_store = None
     if local_rank == 0 < rank:
@@ -314,10 +321,20 @@ def build_worker(
         contents=contents if config.audit is not None else None,
         weights=live.tell,
         own_files=live.own_files,
+        computes=computes,
         part=part_of(vllm_config),
         node_ranks=here.num_ranks,
         node_store=node_store,
     )
+
+
+def _own_pass(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    layers: Mapping[str, Any],
+    find: Callable[[], Any],
+) -> OwnPass:
+    return make_own_pass(vllm_config, kv_cache_config, layers, find())
 
 
 def attention_layers(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:

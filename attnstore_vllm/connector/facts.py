@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.connector.audit_facts import comparisons_of
 from attnstore_vllm.connector.groups import needs_of
+from attnstore_vllm.connector.own_pass import why_no_passes
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.identity.drafts import drafts_of, tokens_ahead
 from attnstore_vllm.identity.rank import RankDescription
@@ -46,11 +47,14 @@ def facts_of(
     ahead = tokens_ahead(vllm_config)
     why_not_cut = "vLLM may take a part of what is moved" if cuts else None
     scheduler = vllm_config.scheduler_config
+    why_no_pass = why_no_passes(vllm_config, len(geometry.groups))
     return EngineFacts(
         needs=needs,
         ahead=ahead,
         hit_tokens=geometry.hit_tokens,
         why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), why_not_cut),
+        pass_tokens=0 if why_no_pass else scheduler.max_num_batched_tokens,
+        pass_rows=scheduler.max_num_seqs,
         step_tokens=scheduler.max_num_batched_tokens,
         replays=_replays(vllm_config),
         # A state has the tokens that it has: to ask for one less would lose it.

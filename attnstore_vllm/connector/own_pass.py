@@ -24,23 +24,9 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
-
-@dataclass(frozen=True, slots=True)
-class TokenRun:
-    """Tokens of a prompt that stand in a row, and are to be computed."""
-
-    start: int
-    """Position of the first."""
-    token_ids: Sequence[int]
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.token_ids)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
+from attnstore_vllm.transfer.plan import TokenRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +42,49 @@ class PassGroup:
     """Our own: vLLM's has buffers that the running step uses."""
 
 
-def make_groups(
-    config: VllmConfig,
-    specs: Sequence[tuple[AttentionSpec, Sequence[str]]],
-    kv_caches: Mapping[str, torch.Tensor],
-    num_blocks: int,
-    backend_of: Mapping[str, Any],
-) -> list[PassGroup]:
+def why_no_passes(config: VllmConfig, num_groups: int) -> str | None:
+    """Why this engine makes no passes of its own; None: it may."""
+    parallel, model = config.parallel_config, config.model_config
+    facts = {
+        "it has pipeline stages": parallel.pipeline_parallel_size > 1,
+        "its ranks share out a prompt": getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "data-parallel ranks compute experts together": parallel.data_parallel_size > 1,
+        "its steps are cut into micro-batches": parallel.use_ubatching,
+        "it has LoRA adapters": config.lora_config is not None,
+        "it has drafts": config.speculative_config is not None,
+        "its model takes pictures or sounds": model.is_multimodal_model,
+        "it has several KV cache groups": num_groups > 1,
+        "it has windows": model.get_sliding_window() is not None,
+    }
+    return next((reason for reason, is_so in facts.items() if is_so), None)
+
+
+def make_own_pass(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, layers: Mapping[str, Any], model: nn.Module
+) -> OwnPass:
     """Args:
-    specs: of each KV cache group, with its layers.
-    kv_caches: vLLM's KV tensors, by layer.
-    backend_of: the attention backend of each layer.
+    layers: that keep KV, by name.
     """
+    kv_caches = {name: layer.kv_cache for name, layer in layers.items()}
     groups = []
-    for of_vllm, layers in specs:
-        first = kv_caches[layers[0]]
-        parts = max(first.shape[:2]) // num_blocks
+    for group in kv_cache_config.kv_cache_groups:
+        names, of_vllm = list(group.layer_names), group.kv_cache_spec
+        first = kv_caches[names[0]]
+        parts = max(first.shape[:2]) // kv_cache_config.num_blocks
         spec = replace(of_vllm, block_size=of_vllm.block_size // parts)
-        builder = backend_of[layers[0]].get_builder_cls()(spec, list(layers), config, first.device)
-        groups.append(PassGroup(spec, tuple(layers), parts, builder))
-    return groups
+        builder = layers[names[0]].get_attn_backend().get_builder_cls()
+        made = builder(spec, names, config, first.device)
+        groups.append(PassGroup(spec, tuple(names), parts, made))
+    limits = config.scheduler_config
+    return OwnPass(
+        config,
+        groups,
+        model,
+        next(iter(kv_caches.values())).device,
+        max_tokens=limits.max_num_batched_tokens,
+        max_rows=limits.max_num_seqs,
+    )
 
 
 class OwnPass:
@@ -101,7 +110,7 @@ class OwnPass:
         self._groups = groups
         self._model = model
         self._device = device
-        self._max_tokens, self._max_rows = max_tokens, max_rows
+        self.max_tokens, self.max_rows = max_tokens, max_rows
 
     def compute(self, runs: Sequence[TokenRun], block_ids: Sequence[Sequence[int]]) -> None:
         """Write the KV of these tokens to the blocks of their request.
@@ -114,18 +123,20 @@ class OwnPass:
         Cost: a pass's weights once for each max_tokens, and the tokens' share of a prefill.
         """
         with torch.inference_mode():
-            for rows in slices(runs, self._max_tokens, self._max_rows):
+            for rows in slices(runs, self.max_tokens, self.max_rows):
                 self._forward(rows, block_ids)
 
     def _forward(self, rows: Sequence[TokenRun], block_ids: Sequence[Sequence[int]]) -> None:
         # Backends that tell decodes from prefills want rows of one token first; the order is free.
-        rows = sorted(rows, key=lambda row: (len(row) > 1, row.start))
-        num_tokens = sum(map(len, rows))
+        rows = sorted(rows, key=lambda row: (_length(row) > 1, row.start))
+        num_tokens = sum(map(_length, rows))
         # int32, as vLLM's own are: compiled code has no guards, and would misread others.
         token_ids = self._tensor(list(chain.from_iterable(row.token_ids for row in rows)))
         positions = torch.cat([torch.arange(row.start, row.stop) for row in rows])
         positions = positions.to(self._device)
-        starts = torch.tensor([0, *map(len, rows)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        starts = torch.tensor([0, *map(_length, rows)], dtype=torch.int32).cumsum(
+            0, dtype=torch.int32
+        )
         stops = torch.tensor([row.stop for row in rows], dtype=torch.int32)
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
@@ -140,7 +151,7 @@ class OwnPass:
                 seq_lens_cpu_upper_bound=stops,
                 num_reqs=len(rows),
                 num_actual_tokens=num_tokens,
-                max_query_len=max(map(len, rows)),
+                max_query_len=max(map(_length, rows)),
                 max_seq_len=max(row.stop for row in rows),
                 block_table_tensor=table.expand(len(rows), -1).contiguous(),
                 slot_mapping=mapping,
@@ -170,6 +181,10 @@ class OwnPass:
         return torch.tensor(numbers, dtype=torch.int32).to(self._device)
 
 
+def _length(run: TokenRun) -> int:
+    return len(run.token_ids)
+
+
 def slices(runs: Sequence[TokenRun], max_tokens: int, max_rows: int) -> Iterator[list[TokenRun]]:
     """Passes that compute these tokens: none has more tokens or rows, and each token is in a pass
     that is no later than those of the tokens behind it."""
@@ -177,7 +192,7 @@ def slices(runs: Sequence[TokenRun], max_tokens: int, max_rows: int) -> Iterator
     left = max_tokens
     for run in runs:
         at = 0
-        while at < len(run):
+        while at < _length(run):
             if not left or len(rows) == max_rows:
                 yield rows
                 rows, left = [], max_tokens

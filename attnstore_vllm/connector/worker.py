@@ -7,6 +7,7 @@ It is long since each of a worker's hooks has its method here.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,15 @@ from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, LoadsOnly, Rot
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, block_of, describe, order_of_axes, page_of
 from attnstore_vllm.transfer.page_tables import MapAhead
-from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
+from attnstore_vllm.transfer.plan import LoadPlan, PassPlan, TransferPlan
 from attnstore_vllm.transfer.pool import REFUSAL, SharedPool
 from attnstore_vllm.transfer.worker_copies import Loads, Saves
 from attnstore_vllm.types import Flow, Seen
 
 if TYPE_CHECKING:
     from attnstore_vllm.connector.nodes import NodeStore
+
+logger = logging.getLogger(__name__)
 
 KindOfLayer = tuple[int, torch.Tensor, LayerLayout]
 """A layer's number, its KV tensor and the layout of that."""
@@ -64,6 +67,8 @@ class Worker:
         weights: looks at them, and says their name (LiveWeights.tell).
         own_files: see identity/weights.py.
         part: see KvFacts.
+        computes: computes tokens of a request in a pass of our own, and writes their KV to its
+            blocks; None: it is not asked for.
         node_ranks: ranks of this node; None: all.
         node_store: this node's NVMe, where the store's own is on another node.
     """
@@ -84,11 +89,13 @@ class Worker:
         weights: Callable[[], tuple[Seen, bytes | None]] = lambda: (Seen.SAME, None),
         own_files: str | None = None,
         part: str = "",
+        computes: Callable[[PassPlan], None] | None = None,
         node_ranks: int | None = None,
         node_store: NodeStore | None = None,
     ) -> None:
         self.node_ranks = node_ranks or geometry.num_ranks
         self._node_store = node_store
+        self._computes, self._is_own_pass = computes, False
         self.description: dict[str, Any] = {REFUSAL: "it has registered no KV"}
         """As it was published."""
         self.look_at_weights = weights
@@ -364,9 +371,28 @@ class Worker:
             self.loads.mark()
 
     def start_load(self) -> None:
+        for passing in self._plan.passes:
+            self._compute(passing)
         if self._plan.loads:
             self.loads.begin(self._plan.loads, whole=self._whole)
             self._count(Flow.LOAD, self._plan.loads)
+
+    def _compute(self, passing: PassPlan) -> None:
+        """What lies between a request's documents. Where it fails the request is computed."""
+        assert self._computes is not None
+        self._is_own_pass = True
+        try:
+            self._computes(passing)
+        except _OF_A_MODELS_CODE as error:
+            logger.error(
+                "request %s is computed: a pass between its documents failed: %s: %s",
+                passing.request_id,
+                type(error).__name__,
+                error,
+            )
+            self.loads.fail(passing.request_id)
+        finally:
+            self._is_own_pass = False
 
     def wait_for_layer(self, layer: str) -> None:
         index = self._regions.get(layer)
@@ -376,7 +402,7 @@ class Worker:
 
     def layer_computed(self, layer: str) -> None:
         index = self._regions.get(layer)
-        if index is not None and self._is_saving:
+        if index is not None and self._is_saving and not self._is_own_pass:
             self._saves.layer_computed(index)
 
     def end_step(self) -> None:

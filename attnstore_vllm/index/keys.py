@@ -59,6 +59,17 @@ def moved_root(root: Key, stop: int) -> Key:
     return Key(_hash(b"moved", root, stop.to_bytes(8, "big")))
 
 
+def documents_root(root: Key, moved: Sequence[range], rule: str) -> Key:
+    """The parent of what was computed behind documents that were moved, with gaps between them.
+
+    Args:
+        moved: the tokens whose KV was moved; what lies between was computed anew.
+        rule: names which of the moved tokens were computed anew, too.
+    """
+    ranges = b"".join(n.to_bytes(8, "big") for some in moved for n in (some.start, some.stop))
+    return Key(_hash(b"documents", root, ranges, rule.encode()))
+
+
 def approximate_root(root: Key, codec: str) -> Key:
     """The parent of KV that a codec may have changed, and of all that was computed behind such:
     exact requests never match its lineage.

@@ -7,7 +7,7 @@ anew: a conversation is found again once a turn of it has been served in its pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -103,6 +103,31 @@ class MovedKv:
         moved = self._behind(placed[-1].stop if placed else start, sequence, stop)
         return placed + moved if moved else pieces
 
+    def anywhere(
+        self, pieces: list[Piece], sequence: SequenceKeys, start: int, stop: int
+    ) -> list[Piece]:
+        """`pieces`, and behind them KV of documents that stand anywhere up to `stop`, with gaps.
+
+        Args: as go_on()'s.
+        """
+        begin = max(pieces[-1].stop if pieces else start, self._sinks)
+        if self._content is None or stop - begin < self._min_tokens:
+            return pieces
+        tokens = sequence.tokens(0, stop)
+        for _ in range(STALE_MAX):
+            extents = self._content.find_all(
+                sequence.root, tokens, begin, stop, min_extent=self._min_tokens
+            )
+            wanted = [moved for extent in extents for moved in extent.pieces]
+            gone = [moved.key for moved in wanted if self._index.get(moved.key) is None]
+            if not gone:
+                documents = [self._usable(extent.pieces) for extent in extents]
+                found = [[replace(some[0], gap=True), *some[1:]] for some in documents if some]
+                return pieces + [piece for some in found for piece in some]
+            for key in gone:
+                self._content.drop(key)
+        return pieces
+
     def _behind(self, begin: int, sequence: SequenceKeys, stop: int) -> list[Piece]:
         """Moved KV of the tokens from `begin` on."""
         if self._content is None or stop - begin < self._min_tokens or begin < self._sinks:
@@ -159,7 +184,7 @@ class MovedKv:
         if self._content is not None:
             self._content.drop(key)
 
-    def _usable(self, wanted: list[MovedPiece]) -> list[Piece]:
+    def _usable(self, wanted: Sequence[MovedPiece]) -> list[Piece]:
         """Up to the first that is only just being saved."""
         found: list[Piece] = []
         for moved in wanted:

@@ -169,6 +169,9 @@ class Piece:
     """Whose KV it is: of the spine (0), or a section of another KV cache group."""
     tokens: bytes = b""
     """Moved KV of the spine: all tokens of the chunk, which name its sections."""
+    gap: bool = False
+    """A document begins with it: what lies before it and behind the piece before is computed by a
+    pass of our own."""
 
     @property
     def shift(self) -> int:
@@ -261,7 +264,7 @@ def ready_run(
         chunk = piece.chunk
         if piece.group or chunk.dram.state is not State.READY or chunk.dropped:
             break
-        begin = ready[-1].stop if ready else piece.start
+        begin = ready[-1].stop if ready and not piece.gap else piece.start
         if piece.exact and piece.first is None and piece.start == begin:  # most are
             ready.append(piece)
             ends_anew = False

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from attnstore_vllm.tiers.nvme.node_disk import NodeOrder, NodeResult
-from attnstore_vllm.transfer.plan import LoadPlan, TransferPlan
+from attnstore_vllm.transfer.plan import LoadPlan, PassPlan, TransferPlan
 from attnstore_vllm.types import Seen
 
 
@@ -29,6 +29,8 @@ class StepPlan:
 
     number: int = 0
     loads: list[LoadPlan] = field(default_factory=list)
+    passes: Sequence[PassPlan] = ()
+    """What workers compute themselves, behind the step's own forward pass and before its loads."""
     saves: list[TransferPlan] = field(default_factory=list)
     """Saves of blocks that are computed when the step ends."""
     saves_before: list[TransferPlan] = field(default_factory=list)

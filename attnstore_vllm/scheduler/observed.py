@@ -204,7 +204,11 @@ class ObservedScheduler(Scheduler):
             _end_load(self._loading.pop(request_id))
 
     def _is_loading(self, request_id: str) -> bool:
-        return self.plans.is_loading(request_id) or self.stages.is_loading(request_id)
+        return (
+            self.plans.is_loading(request_id)
+            or self.stages.is_loading(request_id)
+            or self.documents.is_loading(request_id)
+        )
 
     def on_failed_requests(self, request_ids: Collection[str]) -> None:
         super().on_failed_requests(request_ids)

@@ -21,6 +21,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
+from attnstore_vllm.scheduler.documents import Documents, gaps_of
 from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
@@ -58,11 +59,12 @@ class Offers:
         counts: GroupCounts,
         audits: Audits | None = None,
         stages: Stages | None = None,
+        documents: Documents | None = None,
         *,
         cuts_hits: bool = False,
     ) -> None:
         self._audits = audits
-        self._stages = stages
+        self._stages, self._documents = stages, documents
         self._cuts_hits = cuts_hits
         self._needs = {need.group: need for need in store.needs}
         self.untaken = Untaken(store, geometry.block_tokens)
@@ -261,6 +263,8 @@ class Offers:
 
     def _layers_before(self, state: RequestState, held: Sequence[Piece]) -> int:
         """How many layers are loaded before the request's first step."""
+        if any(piece.gap for piece in held):  # passes are to fill the gaps
+            return self._geometry.most_layers
         if state.moved is not None:  # it fills blocks token by token, before the forward pass
             return 0
         # For a load in a step that computes, vLLM takes no word that it has failed (_fail()).
@@ -307,7 +311,10 @@ class Offers:
         rest = [piece for piece in offered.rest if piece.start < stop]
         now = rest[0].start if rest else stop  # the others are loaded in parts
         used = pieces_before(spine, now)
-        assert used and [*used, *rest][-1].stop >= stop, "vLLM takes more than was offered"
+        gaps = gaps_of(used, start, now) if any(piece.gap for piece in used) else []
+        assert gaps or (used and [*used, *rest][-1].stop >= stop), (
+            "vLLM takes more than was offered"
+        )
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]
         planned = plan_groups([*used, *sections], tables, now, self._geometry)
@@ -337,8 +344,11 @@ class Offers:
             tuple(moved),
             num_partial=num_partial,
             layers_before=offered.layers_before,
-            has_more=bool(rest),
+            has_more=bool(rest or gaps),
         )
+        if gaps:
+            assert self._documents is not None
+            self._documents.begin(state, plan_id, gaps, tables)
         if self._stages and offered.rest:
             self._stages.offered = None
             if rest:

@@ -17,6 +17,7 @@ from attnstore_vllm.index.keys import (
     RecentPrompts,
     SequenceKeys,
     approximate_root,
+    documents_root,
     moved_root,
     root_key,
     tenant_hash,
@@ -234,6 +235,8 @@ class RequestState:
     """Tiers behind DRAM change KV, and this request has asked for none that is changed."""
     finds_moved: bool = False
     """KV of its tokens at other positions will do too (truncation.py)."""
+    finds_documents: bool = False
+    """Also with gaps between them (documents.py)."""
     audited: tuple[AuditedPiece, ...] = ()
     """Those of its hit that are computed to be compared, and are not copied yet (audits.py)."""
     moved_tokens: int = 0
@@ -241,15 +244,17 @@ class RequestState:
     moved: range | None = None
     """From the first to the last token of its blocks whose KV was moved, or is offered; None: all
     that it has is exact."""
+    documents: tuple[range, ...] = ()
+    """The parts of `moved` whose KV was moved, if there are gaps between them."""
     recent: RecentPrompts | None = None
     """The prompts that came before."""
     _root: Key | None = None
     _lookup: Lookup | None = None
     _inputs: tuple[float, ...] = ()
     """Those of a session that its keys are of."""
-    _other: tuple[int | None, Lookup | None] = (None, None)
+    _other: tuple[tuple[range, ...] | int | None, Lookup | None] = (None, None)
     """That of the lineage that it was of before: an offer comes and goes with each step. First
-    where the moved tokens of that one end."""
+    where the moved tokens of that one end, or where they are."""
 
     @property
     def stage(self) -> Stage:
@@ -350,13 +355,18 @@ class RequestState:
         names."""
         request = self.request
         if self._lookup is None:
-            root = self.root if self.moved is None else moved_root(self.root, self.moved.stop)
+            root = self.root
+            if self.documents:
+                root = documents_root(root, self.documents, "none")
+            elif self.moved is not None:
+                root = moved_root(root, self.moved.stop)
             tokens = list_of(request.all_token_ids)
             self._lookup = Lookup(
                 SequenceKeys(root, tokens, self.chunk_tokens, self.media.spans, recent=self.recent),
                 tenant=self.tenant,
                 may_ask=not (brings_kv(request.kv_transfer_params) or request.resumable),
                 finds_moved=self.may_find_moved,
+                finds_documents=self.may_find_moved and self.finds_documents,
             )
             self._inputs = self._inputs_now() if request.resumable else ()
         elif request.resumable and (inputs := self._inputs_now()) != self._inputs:
@@ -375,16 +385,21 @@ class RequestState:
     def may_find_moved(self) -> bool:
         return self.finds_moved and not self.request.mm_features and not self.request.resumable
 
-    def begin_lineage(self, moved: range | None) -> None:
-        """From now on what it computes is behind moved KV, or is not any more (None)."""
+    def begin_lineage(self, moved: range | None, documents: Sequence[range] = ()) -> None:
+        """From now on what it computes is behind moved KV, or is not any more (None).
+
+        Args:
+            documents: the parts of it that were moved, if there are gaps between them.
+        """
         if moved is None and self.moved is not None:
             first_moved = self.moved.start // self.chunk_tokens
             self.computing.go_on_from(min(self.computing.chunks_seen, first_moved))
-        was, now = (None if tokens is None else tokens.stop for tokens in (self.moved, moved))
+        before = (self.moved, self.documents), (moved, tuple(documents))
+        was, now = (parts or (None if some is None else some.stop) for some, parts in before)
         if was != now:
             (stop, lookup), self._other = self._other, (was, self._lookup)
             self._lookup = lookup if stop == now else None
-        self.moved = moved
+        self.moved, self.documents = moved, tuple(documents)
 
     def forget_matches(self) -> None:
         """It is looked up again only when it has lost its blocks."""

@@ -29,6 +29,7 @@ from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
+from attnstore_vllm.scheduler.documents import Documents
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.first_tokens import FirstTokens
 from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
@@ -128,7 +129,10 @@ class Scheduler:
         plans = self.plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives, clock=clock
         )
-        moved = self._truncation = Truncation(store, config.truncation, engine.why_not_moved)
+        makes_passes = engine.pass_tokens > 0
+        moved = self._truncation = Truncation(
+            store, config.truncation, engine.why_not_moved, makes_passes=makes_passes
+        )
         nvme = config.nvme
         self._approximate = Approximate(nvme.changed_by, by_default=nvme.is_for_all)
         self._media = media or MediaNames()
@@ -158,9 +162,11 @@ class Scheduler:
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, wait_s)
         self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
+        tokens, rows = engine.pass_tokens, engine.pass_rows
+        self.documents = Documents(plans, tokens, rows, geometry.most_layers)
         self.audits = audits = Audits(store, geometry, plans, config.audit, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
-        self._offers = Offers(*given, cuts_hits=engine.cuts_hits)
+        self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
         self._hints = hint_reader(config)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -379,7 +385,9 @@ class Scheduler:
         if self.rests:
             self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
+        passes = self.documents.plan(output.total_num_scheduled_tokens)
         plan = self.plans.take_plan()
+        plan.passes = passes
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
         plan.number = self.costs.times.planned(output)
         self.first_tokens.planned(plan.number)
@@ -418,7 +426,8 @@ class Scheduler:
 
     def any_open(self) -> bool:
         """Whether the engine must go on stepping though no request is there."""
-        return self.plans.any_open() or bool(self.rests) or self.stages.is_open
+        is_open = self.stages.is_open or self.documents.is_open
+        return self.plans.any_open() or bool(self.rests) or is_open
 
     def _on_preempted(self, request_ids: Collection[str], scheduled: Collection[str]) -> None:
         # Also of those that have ended since a reset took their blocks.
@@ -585,6 +594,7 @@ class Scheduler:
         if state.finds_moved:
             self._truncation.finished(state)
         self.stages.ended(request.request_id)
+        self.documents.ended(request.request_id)
         keeps = self.plans.finished(request.request_id)
         for cause in {why_computed(state), why_not_stored(state)}:
             if cause is not None:
@@ -646,7 +656,7 @@ class Scheduler:
     def check_quiet(self) -> None:
         """Assert that nothing is held or in flight. For tests, after the last request."""
         assert not self.plans.any_open()
-        assert not self.stages.is_open
+        assert not (self.stages.is_open or self.documents.is_open)
         assert not any(state.offered for state in self.requests.values())
         self.store.check_integrity()
         assert self.store.residency.num_held() == 0

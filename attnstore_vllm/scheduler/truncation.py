@@ -41,9 +41,18 @@ class Truncation:
     Args:
         config: None: no request may ask for it.
         reason: why KV cannot be moved here, or None.
+        makes_passes: what lies between documents can be computed.
     """
 
-    def __init__(self, store: Store, config: TruncationConfig | None, reason: str | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        config: TruncationConfig | None,
+        reason: str | None,
+        *,
+        makes_passes: bool = False,
+    ) -> None:
+        self._makes_passes = makes_passes
         self._store = store
         self._config = config
         self.by_default = config is not None and config.enabled
@@ -66,6 +75,7 @@ class Truncation:
             self._say()
         elif state.request.cache_salt or config.shared_by == "everyone":
             state.finds_moved = True
+            state.finds_documents = config.documents and self._makes_passes
         elif not self._has_said:
             self._has_said = True
             logger.warning(WHY_NOT_SHARED)
@@ -84,7 +94,7 @@ class Truncation:
         moved = [piece for piece in pieces if piece.first is not None]
         if not moved or manager is None:
             return
-        state.begin_lineage(range(moved[0].start, moved[-1].stop))
+        state.begin_lineage(range(moved[0].start, moved[-1].stop), documents_of(pieces))
         self._hide(state.request, moved[0].start // manager.block_pool.hash_block_size)
 
     def withdraw(self, state: RequestState) -> None:
@@ -107,9 +117,10 @@ class Truncation:
         """vLLM takes these pieces' KV of tokens up to `stop`."""
         moved = [piece for piece in pieces if piece.first is not None]
         if moved:
-            state.begin_lineage(range(moved[0].start, stop))
+            state.begin_lineage(range(moved[0].start, stop), documents_of(pieces))
             # Not a sum: a request that was preempted may be served so again.
-            state.moved_tokens = max(state.moved_tokens, stop - moved[0].start)
+            num_moved = sum(piece.stop - piece.start for piece in moved)
+            state.moved_tokens = max(state.moved_tokens, num_moved)
             # What lies between is stored already, where it was computed.
             state.computing.go_on_from(stop // state.chunk_tokens)
         else:
@@ -152,3 +163,18 @@ class Truncation:
         if names is not None:
             names.show(request)
         return names
+
+
+def documents_of(pieces: Sequence[Piece]) -> list[range]:
+    """The tokens whose KV is moved, in runs; none if there are no gaps between any pieces."""
+    if not any(piece.gap for piece in pieces):
+        return []
+    runs: list[range] = []
+    for piece in pieces:
+        if piece.first is None:
+            continue
+        if runs and runs[-1].stop == piece.start:
+            runs[-1] = range(runs[-1].start, piece.stop)
+        else:
+            runs.append(range(piece.start, piece.stop))
+    return runs

@@ -32,6 +32,8 @@ class Lookup(RemoteLookup):
     """The look-ups of one request, from its first to its end. Written by the store, on the
     scheduler's thread."""
 
+    finds_documents: bool = field(default=False, kw_only=True)
+    """With gaps between them."""
     matched: Matched = field(default_factory=Matched, init=False)
     """Whole chunks of the spine, for the next look."""
     spine_stop: int = field(default=0, init=False)
@@ -218,6 +220,8 @@ class AllTokens(Strategy):
         pieces = index.match(lookup.keys, start, stop, matched=lookup.matched)
         if lookup.finds_moved:
             pieces = self._context.moved.go_on(pieces, lookup.keys, start, stop)
+            if lookup.finds_documents:
+                pieces = self._context.moved.anywhere(pieces, lookup.keys, start, stop)
         if self._context.has_leases:
             pieces = self._residency.unexpired(pieces)
         if not all(io.health.reads.in_use and not io.tier.is_remote for io in self._tiers):

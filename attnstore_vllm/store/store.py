@@ -403,7 +403,7 @@ class Store:
             chunk = piece.chunk
             was_here = chunk.dram.state is State.READY and not chunk.came_from
             tier = DRAM if was_here else chunk.came_from or next(iter(chunk.behind), DRAM)
-            tokens[tier] += piece.stop - start
+            tokens[tier] += piece.stop - (piece.start if piece.gap else start)
             start = piece.stop
         return tokens
 

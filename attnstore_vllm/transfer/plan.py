@@ -99,6 +99,28 @@ def tables_by_group(runs: Iterable[MovedRun]) -> dict[int, Moved]:
     return {group: moved_table(some) for group, some in by_group.items()}
 
 
+class TokenRun(NamedTuple):
+    """Tokens of a prompt that stand in a row, and are computed by a pass of our own."""
+
+    start: int
+    """Position of the first."""
+    token_ids: Sequence[int]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class PassPlan(NamedTuple):
+    """What one step computes of a request between its documents (connector/own_pass.py)."""
+
+    request_id: str
+    runs: tuple[TokenRun, ...]
+    """In the order of their positions."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """The request's, by KV cache group."""
+
+
 class ChunkCopy(NamedTuple):
     """Consecutive blocks of a chunk and as many blocks of HBM; every layer of them is copied."""
 

@@ -103,6 +103,10 @@ class Loads:
             if whole and load.gates:
                 self._engine.model_waits(load.layers[-1])
 
+    def fail(self, request_id: str) -> None:
+        """A pass of our own has not computed what lies between this request's documents."""
+        self._broken.add(request_id)
+
     def mark(self) -> None:
         """Loads ahead of this step come after what the model has been given by now, and not after
         the forward pass: vLLM begins them when that was launched."""
@@ -124,7 +128,9 @@ class Loads:
             if whole:
                 self._engine.model_waits(load.layers[-1])
         for plan in plans:
-            if plan.layers_before and not plan.num_blocks:  # no more comes, and all is over
+            if plan.layers_before and not (
+                plan.num_blocks or plan.moves
+            ):  # no more comes, and all is over
                 if plan.has_failed:
                     self._broken.add(plan.request_id)
                 self._report(plan)
@@ -133,7 +139,8 @@ class Loads:
                 load = _Load([plan])
                 self._open.append(load)
                 mark = mark or self._engine.mark()
-                self._submit(load, mark, together=not self._engine.overlaps)
+                together = bool(plan.moves) or not self._engine.overlaps
+                self._submit(load, mark, together=together)
         if plans and not self._engine.overlaps:
             self._host_wait_s += time.perf_counter() - began
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.connector.own_pass import OwnPass, TokenRun, make_groups, slices
+from attnstore_vllm.connector.own_pass import make_own_pass, slices
+from attnstore_vllm.transfer.plan import TokenRun
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Engine
 from tests.vllm.host import EngineHost
@@ -35,14 +36,9 @@ def compute(
     config = runner.vllm_config
     caches, num_blocks = runner.compilation_config.static_forward_context, runner.kv_cache_config
     kv = {name: layer.kv_cache for name, layer in caches.items()}
-    specs = [(group.kv_cache_spec, group.layer_names) for group in num_blocks.kv_cache_groups]
-    backends = {name: layer.get_attn_backend() for name, layer in caches.items()}
-    groups = make_groups(config, specs, kv, num_blocks.num_blocks, backends)
-    own = OwnPass(
-        config, groups, runner.get_model(), runner.device,
-        max_tokens=max_tokens or config.scheduler_config.max_num_batched_tokens,
-        max_rows=max_rows or config.scheduler_config.max_num_seqs,
-    )  # fmt: skip
+    own = make_own_pass(config, num_blocks, caches, runner.get_model())
+    own.max_tokens = max_tokens or own.max_tokens
+    own.max_rows = max_rows or own.max_rows
     axis = {name: tensor.shape.index(num_blocks.num_blocks) for name, tensor in kv.items()}
     blocks = {name: tensor.movedim(axis[name], 0) for name, tensor in kv.items()}
 
@@ -107,7 +103,7 @@ def test_slices() -> None:
     for max_tokens in (1, 2, 4, 100):
         for max_rows in (1, 2, 3):
             found = list(slices(runs, max_tokens, max_rows))
-            assert all(sum(map(len, rows)) <= max_tokens for rows in found)
+            assert all(sum(len(row.token_ids) for row in rows) <= max_tokens for rows in found)
             assert all(1 <= len(rows) <= max_rows for rows in found)
             assert placed(row for rows in found for row in rows) == placed(runs)
 
