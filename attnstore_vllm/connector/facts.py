@@ -47,13 +47,15 @@ def facts_of(
     ahead = tokens_ahead(vllm_config)
     why_not_cut = "vLLM may take a part of what is moved" if cuts else None
     scheduler = vllm_config.scheduler_config
+    in_parts = _computes_again(vllm_config) and are_alone
     why_no_pass = why_no_passes(vllm_config, len(geometry.groups))
     return EngineFacts(
         needs=needs,
         ahead=ahead,
         hit_tokens=geometry.hit_tokens,
         why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), why_not_cut),
-        pass_tokens=0 if why_no_pass else scheduler.max_num_batched_tokens,
+        # Where a pass fails, vLLM must compute the request and not end it.
+        pass_tokens=scheduler.max_num_batched_tokens if in_parts and not why_no_pass else 0,
         pass_rows=scheduler.max_num_seqs,
         step_tokens=scheduler.max_num_batched_tokens,
         replays=_replays(vllm_config),
@@ -66,7 +68,7 @@ def facts_of(
         rows=None if None in rows else min(row for row in rows if row is not None),
         # Beside us others may write to blocks as soon as they are theirs, on streams of their own.
         gives_blocks_away=not zeroes and (None in rows or are_alone),
-        loads_in_parts=_computes_again(vllm_config) and are_alone,
+        loads_in_parts=in_parts,
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
         serves_adapters=_serves_adapters(vllm_config, geometry),
         comparisons=comparisons_of(audit, geometry, ranks, ahead),

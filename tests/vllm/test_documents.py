@@ -15,13 +15,16 @@ import torch
 
 from attnstore_lab.testing.tiny_model import TINY
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engine import Engine
+from tests.vllm.engine import Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
 from tests.vllm.test_truncation import ASKS, _kv_of
 
 DOCUMENTS, LENGTH = 4, 200
 ORDER = (2, 0, 3, 1)
+STEP_TOKENS = 40
+FEW_TOKENS = {"max_num_batched_tokens": STEP_TOKENS}
+"""So that the gaps take several steps."""
 
 
 def document(number: int) -> list[int]:
@@ -76,10 +79,78 @@ def compare(engine: Engine, salt: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def others(engine: Engine, salt: str) -> dict[str, Any]:
+    """KV of the very same tokens as others get it, while the documents' is in HBM and after."""
+    tokens, _ = prompt_of(ORDER)
+    found: dict[str, Any] = {"expected": _kv_of(engine, tokens, "reference")[0]}
+    engine.forget_hbm()
+    store_all(engine, salt)
+    found["served"], _ = _kv_of(engine, tokens, salt, extra_args=ASKS)
+    found["hbm"], moved = _kv_of(engine, tokens, salt)
+    engine.forget_hbm()
+    found["again"], later = _kv_of(engine, tokens, salt)
+    found["moved"] = moved + later
+    return found
+
+
+def fail(engine: Engine, salt: str) -> tuple[Answer, Answer]:
+    """The answer where the pass raises, and that of a full prefill."""
+    store_all(engine, salt)
+    tokens, _ = prompt_of(ORDER)
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker: Any = get_kv_transfer_group().worker
+
+    def raises(_: Any) -> None:
+        raise RuntimeError("planted")
+
+    computes, worker._computes = worker._computes, raises
+    try:
+        answer = engine.ask(tokens, salt=salt, max_tokens=8, extra_args=ASKS)
+    finally:
+        worker._computes = computes
+    engine.forget_hbm()
+    return answer, engine.ask(tokens, salt="reference of " + salt, max_tokens=8)
+
+
+def beside(engine: Engine, salt: str) -> dict[str, Any]:
+    """Requests that decode meanwhile, in steps of few tokens; and some that are aborted."""
+    running = [random_tokens(("running", n), 60) for n in range(3)]
+    alone = [engine.ask(prompt, salt="alone", max_tokens=60) for prompt in running]
+    store_all(engine, salt)
+    tokens, _ = prompt_of(ORDER)
+    numbers = [engine.submit(prompt, salt="beside", max_tokens=60) for prompt in running]
+    for _ in range(3):
+        engine.step()
+    sizes: list[int] = []
+    plan = engine.side.documents.plan
+
+    def planned(num_scheduled: int) -> Any:
+        passes = plan(num_scheduled)
+        sizes.append(num_scheduled + sum(len(r.token_ids) for p in passes for r in p.runs))
+        return passes
+
+    engine.side.documents.plan = planned  # type: ignore[method-assign]
+    moved = engine.metric("moved_tokens", "dram")
+    asked = engine.submit(tokens, salt=salt, max_tokens=4, extra_args=ASKS)
+    engine.step()
+    aborted = engine.submit(tokens[30:], salt=salt, max_tokens=4, extra_args=ASKS)
+    for _ in range(2):
+        engine.step()
+    engine.abort(aborted)
+    answers = engine.finish(*numbers, asked)
+    engine.drain()
+    del engine.side.documents.plan
+    return {
+        "alone": [a.tokens for a in alone], "beside": [a.tokens for a in answers[:3]],
+        "largest": max(sizes), "moved": engine.metric("moved_tokens", "dram") - moved,
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def engine(start_engine: StartEngine) -> EngineHost:
     settings = {"truncation": {"share": "everyone", "documents": True}}
-    return start_engine(dram="32MiB", shape=TINY, settings=settings)
+    return start_engine(dram="32MiB", shape=TINY, settings=settings, vllm=FEW_TOKENS)
 
 
 def test_documents_in_another_order(engine: EngineHost) -> None:
@@ -90,4 +161,26 @@ def test_documents_in_another_order(engine: EngineHost) -> None:
     assert found["values"] == 0.0
     assert found["keys"] < 0.02, "of bfloat16, turned"
     assert found["gaps in layer 0"] == 0.0
+    engine.call(Engine.check_quiet)
+
+
+def test_others_get_exact_kv(engine: EngineHost) -> None:
+    found = engine.call(others, "others")
+    assert found["served"] != found["expected"], "it is approximate"
+    assert found["hbm"] == found["expected"]
+    assert found["again"] == found["expected"]
+    assert found["moved"] == 0
+
+
+def test_a_pass_that_fails(engine: EngineHost) -> None:
+    answer, expected = engine.call(fail, "fails")
+    assert answer.tokens == expected.tokens
+    engine.call(Engine.check_quiet)
+
+
+def test_beside_requests_that_decode(engine: EngineHost) -> None:
+    found = engine.call(beside, "beside")
+    assert found["beside"] == found["alone"]
+    assert found["largest"] <= STEP_TOKENS
+    assert found["moved"] >= DOCUMENTS * (LENGTH - 8)
     engine.call(Engine.check_quiet)
