@@ -201,6 +201,11 @@ class PinningConfig:
         return cls(share=share, tenant_share=one, longest_s=longest)
 
 
+def _recompute(value: object) -> float:
+    is_off = value in (False, "off")
+    return 0.0 if is_off else parse_share("truncation.recompute", value, 1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncationConfig:
     """Whether stored KV may be moved to other positions, for prompts that were cut."""
@@ -212,6 +217,8 @@ class TruncationConfig:
     """`share`. Moved KV begins and ends at any token (index/prefix.py)."""
     documents: bool = False
     """KV of a prompt's parts is found in any place and order, with gaps between them."""
+    recompute: float = 0.0
+    """The share of each document that is computed anew, its first tokens."""
 
     @classmethod
     def parse(cls, given: object) -> TruncationConfig | None:
@@ -219,9 +226,8 @@ class TruncationConfig:
             return None
         if not isinstance(given, Mapping):
             raise ConfigError(f"truncation is {given!r}; it must be off or {{enabled: true}}")
-        check_keys(
-            "truncation.", given, {"enabled", "min_tokens", "sinks", "share", "documents"}, set()
-        )
+        known = {"enabled", "min_tokens", "sinks", "share", "documents", "recompute"}
+        check_keys("truncation.", given, known, set())
         return cls(
             enabled=parse_switch("truncation.enabled", given.get("enabled", False)),
             min_tokens=parse_integer(
@@ -230,6 +236,7 @@ class TruncationConfig:
             sinks=parse_integer("truncation.sinks", given.get("sinks", 0), 0, 65_536),
             shared_by=_sharing("truncation.share", given.get("share", "salted")),
             documents=parse_switch("truncation.documents", given.get("documents", False)),
+            recompute=_recompute(given.get("recompute", "off")),
         )
 
 

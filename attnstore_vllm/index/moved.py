@@ -7,6 +7,7 @@ anew: a conversation is found again once a turn of it has been served in its pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.index.prefix import Piece, PrefixIndex
-from attnstore_vllm.index.token_search import ContentIndex, MovedPiece
+from attnstore_vllm.index.token_search import ContentIndex, Extent, MovedPiece
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
 CHUNKS_MAX = 1 << 18
@@ -47,6 +48,7 @@ class MovedKv:
         min_tokens: fewer in a row are computed.
         sinks: first tokens of a prompt that are never moved ones: a prompt of which fewer are in
             their place is computed.
+        recompute: this share of each document, its first tokens, is computed with the gap before.
         seed: below 2^63; a secret, so that no prompt can be written whose windows collide.
     """
 
@@ -59,7 +61,9 @@ class MovedKv:
         min_tokens: int,
         sinks: int,
         seed: int,
+        recompute: float = 0.0,
     ) -> None:
+        self._recompute = recompute
         self._index = index
         self._chunk_tokens = chunk_tokens
         self._chunks_max = min(chunks_max + HEARD_OF_MAX, CHUNKS_MAX)
@@ -110,8 +114,11 @@ class MovedKv:
 
         Args: as go_on()'s.
         """
-        begin = max(pieces[-1].stop if pieces else start, self._sinks)
-        if self._content is None or stop - begin < self._min_tokens:
+        if self._content is None:
+            return pieces
+        placed = self._index.match(sequence, start, stop, grain=1)
+        begin = max(placed[-1].stop if placed else start, self._sinks)
+        if stop - begin < self._min_tokens:
             return pieces
         tokens = sequence.tokens(0, stop)
         for _ in range(STALE_MAX):
@@ -121,12 +128,22 @@ class MovedKv:
             wanted = [moved for extent in extents for moved in extent.pieces]
             gone = [moved.key for moved in wanted if self._index.get(moved.key) is None]
             if not gone:
-                documents = [self._usable(extent.pieces) for extent in extents]
+                documents = [self._usable(self._cut(extent)) for extent in extents]
                 found = [[replace(some[0], gap=True), *some[1:]] for some in documents if some]
-                return pieces + [piece for some in found for piece in some]
+                return placed + [p for some in found for p in some] if found else pieces
             for key in gone:
                 self._content.drop(key)
         return pieces
+
+    def _cut(self, extent: Extent) -> list[MovedPiece]:
+        """The document without the tokens that are computed anew."""
+        first = extent.start + math.ceil(self._recompute * (extent.stop - extent.start))
+        kept = []
+        for piece in extent.pieces:
+            skip = max(0, first - piece.start)
+            if skip < piece.num_tokens:
+                kept.append(piece._replace(first=piece.first + skip, start=piece.start + skip))
+        return kept
 
     def _behind(self, begin: int, sequence: SequenceKeys, stop: int) -> list[Piece]:
         """Moved KV of the tokens from `begin` on."""

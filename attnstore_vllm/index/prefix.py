@@ -288,6 +288,18 @@ def in_place(pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.group == 0 and piece.first is None]
 
 
+def gaps_of(pieces: Sequence[Piece], start: int, stop: int) -> list[range]:
+    """The tokens of [start, stop) that none of these pieces has."""
+    gaps, at = [], start
+    for piece in pieces:
+        if piece.start > at:
+            gaps.append(range(at, min(piece.start, stop)))
+        at = max(at, piece.stop)
+    if at < stop:
+        gaps.append(range(at, stop))
+    return [gap for gap in gaps if gap]
+
+
 def has_come(pieces: Sequence[Piece]) -> bool:
     """Whether all of them are READY in DRAM, or one never will be."""
     chunks = [piece.chunk for piece in pieces]

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.prefix import Piece, gaps_of
 from attnstore_vllm.policy.cost import (
     OUTLIER,
     USUAL_STEPS,
@@ -29,6 +29,7 @@ from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import SchedulerOutput
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.plan import PassPlan
 from attnstore_vllm.types import Cause, Clock
 
 BEYOND_MAX = 64
@@ -154,6 +155,23 @@ class Costs:
         """
         return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps, ahead_s)
 
+    def passes_pay(self, pieces: Sequence[Piece], start: int, num_bytes: int) -> bool:
+        """Whether it is sooner to load these documents' KV, and to compute what lies between them
+        in steps of its own, than to compute all from token `start` on. True while that is unknown.
+
+        Args:
+            num_bytes: that are loaded; a rank's.
+        """
+        if not (self._computes_if_sooner and self._steps.is_known):
+            return True
+        stop = pieces[-1].stop
+        gaps = gaps_of(pieces, start, stop)
+        computing = sum(self._steps.seconds(gap.start, gap.stop) for gap in gaps)
+        num_passes = 1 + sum(map(len, gaps)) // self._step_tokens
+        loading = self._loads.seconds(num_bytes) if self._loads.is_known else 0.0
+        more = num_passes * self._steps.parts()[0]
+        return computing + more + loading <= self._steps.seconds(start, stop)
+
     def ahead_s(self, num_bytes: int, layers: int, num_layers: int) -> float | None:
         """How long a request waits for so many layers that are loaded ahead; None if there are
         none, if copies do not run beside the model, or if nothing is known of them.
@@ -267,14 +285,18 @@ class StepTimes:
         """How long a step has taken lately, of any size. One that is far longer counts in
         part."""
 
-    def planned(self, output: SchedulerOutput) -> int:
-        """A step was planned. Returns its number, which its output is to come back with."""
+    def planned(self, output: SchedulerOutput, passes: Sequence[PassPlan] = ()) -> int:
+        """A step was planned. Returns its number, which its output is to come back with.
+
+        Args:
+            passes: of our own, which the step makes too.
+        """
         number = next(self._numbers)
         loads, self.load_tokens = self.load_tokens, 0
         self.num_running = len(output.num_scheduled_tokens)
-        if not output.total_num_scheduled_tokens:
+        if not (output.total_num_scheduled_tokens or passes):
             return number
-        prompts, num_generating = [], 0
+        prompts, num_generating = [(r.start, r.stop) for p in passes for r in p.runs], 0
         cached = output.scheduled_cached_reqs
         starts = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         new = (

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import Tables
@@ -92,15 +91,3 @@ class Documents:
                 del self._open[request_id]
                 self._plans.load(request_id, [], (), num_partial=0, layers_before=self._layers)
         return passes
-
-
-def gaps_of(pieces: Sequence[Piece], start: int, stop: int) -> list[range]:
-    """The tokens of [start, stop) that none of these pieces has."""
-    gaps, at = [], start
-    for piece in pieces:
-        if piece.start > at:
-            gaps.append(range(at, min(piece.start, stop)))
-        at = max(at, piece.stop)
-    if at < stop:
-        gaps.append(range(at, stop))
-    return [gap for gap in gaps if gap]

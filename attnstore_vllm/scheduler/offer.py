@@ -17,11 +17,11 @@ from dataclasses import replace
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.index.prefix import Piece, gaps_of
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
-from attnstore_vllm.scheduler.documents import Documents, gaps_of
+from attnstore_vllm.scheduler.documents import Documents
 from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
@@ -178,6 +178,11 @@ class Offers:
         stop: int,
     ) -> Cause | None:
         """Why what is there of tokens [local, stop) is offered as none; None: it is offered."""
+        if held and has_gaps(held):
+            num_tokens = sum(piece.stop - piece.start for piece in held)
+            if not self._costs.passes_pay(held, local, num_tokens * self._rank_token_bytes):
+                return Cause.SLOWER
+            return None
         ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
         if held and not self._costs.copy_pays(local, stop, ahead_s):
             return Cause.SLOWER
@@ -263,7 +268,7 @@ class Offers:
 
     def _layers_before(self, state: RequestState, held: Sequence[Piece]) -> int:
         """How many layers are loaded before the request's first step."""
-        if any(piece.gap for piece in held):  # passes are to fill the gaps
+        if has_gaps(held):  # passes are to fill the gaps
             return self._geometry.most_layers
         if state.moved is not None:  # it fills blocks token by token, before the forward pass
             return 0
@@ -311,7 +316,7 @@ class Offers:
         rest = [piece for piece in offered.rest if piece.start < stop]
         now = rest[0].start if rest else stop  # the others are loaded in parts
         used = pieces_before(spine, now)
-        gaps = gaps_of(used, start, now) if any(piece.gap for piece in used) else []
+        gaps = gaps_of(used, start, now) if has_gaps(used) else []
         assert gaps or (used and [*used, *rest][-1].stop >= stop), (
             "vLLM takes more than was offered"
         )
@@ -448,6 +453,11 @@ class Offers:
         if self._stages and (waited_for := self._stages.go_on(stats)):
             self._waits.note(waited_for)
         self._waits.end_step(is_empty=is_empty)
+
+
+def has_gaps(pieces: Iterable[Piece]) -> bool:
+    """Whether some are documents, with gaps before them."""
+    return any(piece.gap for piece in pieces)
 
 
 def pieces_before(pieces: Sequence[Piece], stop: int) -> list[Piece]:

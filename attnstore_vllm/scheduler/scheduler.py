@@ -389,7 +389,7 @@ class Scheduler:
         plan = self.plans.take_plan()
         plan.passes = passes
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
-        plan.number = self.costs.times.planned(output)
+        plan.number = self.costs.times.planned(output, passes)
         self.first_tokens.planned(plan.number)
         if self._watch.is_wanted:
             self._watch.add_to(plan, self.store.num_named)

@@ -218,10 +218,10 @@ class AllTokens(Strategy):
     def _spine(self, lookup: Lookup, start: int, stop: int, *, in_parts: bool) -> list[Piece]:
         index = self._index
         pieces = index.match(lookup.keys, start, stop, matched=lookup.matched)
-        if lookup.finds_moved:
+        if lookup.finds_documents:
+            pieces = self._context.moved.anywhere(pieces, lookup.keys, start, stop)
+        elif lookup.finds_moved:
             pieces = self._context.moved.go_on(pieces, lookup.keys, start, stop)
-            if lookup.finds_documents:
-                pieces = self._context.moved.anywhere(pieces, lookup.keys, start, stop)
         if self._context.has_leases:
             pieces = self._residency.unexpired(pieces)
         if not all(io.health.reads.in_use and not io.tier.is_remote for io in self._tiers):

@@ -113,6 +113,7 @@ class Store:
             min_tokens=moved.min_tokens,
             sinks=moved.sinks,
             seed=secrets.randbits(63),
+            recompute=moved.recompute,
         )
         self._curve = HitCurve.around(pool.num_slots, slab.shape.chunk_tokens)
         self._clock, self._lock = clock, threading.Lock()
