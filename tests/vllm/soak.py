@@ -3,6 +3,7 @@
 
     python -m tests.vllm.soak --requests 2000 --seed 7
     python -m tests.vllm.soak --requests 600 --family gemma3
+    python -m tests.vllm.soak --requests 3000 --documents
 
 Conversations that share beginnings, go on, branch off and are asked again; salts, priorities,
 several answers, greedy and drawn; aborts at any moment; HBM so small that requests preempt each
@@ -15,6 +16,9 @@ tokens, and it answers the prompts itself, token by token and many at a time. Wi
 is computed alone differs most from one that is read with others, so an answer that is beyond that
 is read once more as it was said, token by token. Wrong KV moves log-probabilities by nats; faults
 are planted to show that this is seen.
+
+With `--documents` some requests have documents of other prompts in an order of their own, and ask
+for approximate KV. What they answer is not compared; others go on from it, and ask for exact KV.
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 SALTS = (None, None, "alice", "bob")
 SHARED = (200, 300, 512)
 """Lengths of beginnings that many conversations have in common."""
+ASKS = {"extra_args": {"kv_transfer_params": {"attnstore": {"truncation": True}}}}
 CROWD = 6
 """Requests of two blocks that fill the HBM of PLAYING."""
 
@@ -84,6 +89,8 @@ class Job:
     priority: int = 0
     abort_after: int | None = None
     """Steps after which it is aborted."""
+    asks: bool = False
+    """For approximate KV. Its answers are not compared."""
     found: list[Answer] = field(default_factory=list)
 
 
@@ -95,20 +102,25 @@ class Play:
     counts: dict[str, int]
     loaded: dict[str, int]
     preemptions: int
+    moved: int
+    """Tokens whose KV was moved."""
     foreign: list[tuple[int, int]]
 
 
 class Author:
     """Writes requests, from a seed and from what was answered before."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, documents: bool = False) -> None:
         self._random = Random(seed)
+        self._has_documents = documents
         self._shared = [self._words(length) for length in SHARED]
         self._conversations: list[tuple[str | None, list[int]]] = []
 
     def write(self) -> Job:
         rng = self._random
         salt, tokens = rng.choice(SALTS), list(rng.choice(self._shared))
+        if self._has_documents and rng.random() < 0.4:
+            return self._with_documents(salt)
         kind = rng.random()
         if self._conversations and kind < 0.7:
             salt, tokens = rng.choice(self._conversations[-12:])
@@ -135,6 +147,17 @@ class Author:
             priority=rng.randrange(3),
             abort_after=rng.randrange(20) if rng.random() < 0.12 else None,
         )
+
+    def _with_documents(self, salt: str | None) -> Job:
+        """Some of what others begin with, in any order, with gaps."""
+        tokens: list[int] = []
+        for shared in self._random.sample(self._shared, self._random.randint(1, len(SHARED))):
+            first = self._random.randrange(100)
+            tokens += [*self._words(self._random.randint(1, 40)), *shared[first:]]
+        tokens += self._words(self._random.randint(1, 60))
+        job = Job(tokens=tokens[: MODEL_LEN - 100], salt=salt, sampling={"max_tokens": 8})
+        aborts = self._random.randrange(12) if self._random.random() < 0.15 else None
+        return replace(job, asks=self._random.random() < 0.8, abort_after=aborts)
 
     def heard(self, job: Job) -> None:
         """The conversation goes on from this answer."""
@@ -170,9 +193,10 @@ class Author:
 # ---- in the engine's process ----------------------------------------------------------------
 
 
-def play(engine: Engine, seed: int, requests: int) -> Play:
+def play(engine: Engine, seed: int, requests: int, *, documents: bool = False) -> Play:
     """Run that many requests with the store, then go on with some conversations once more."""
-    author = Author(seed)
+    author = Author(seed, documents=documents)
+    moved = engine.metric("moved_tokens", "dram")
     before, preempted = dict(engine.store.figures().counts), _preemptions(engine)
     engine.loaded()
     running: dict[str, tuple[Job, int]] = {}
@@ -210,7 +234,9 @@ def play(engine: Engine, seed: int, requests: int) -> Play:
         counts={name: counts[name] - before.get(name, 0) for name in counts},
         loaded=engine.loaded(),
         preemptions=_preemptions(engine) - preempted,
-        foreign=foreign_chunks(engine, sequences),
+        moved=int(engine.metric("moved_tokens", "dram") - moved),
+        # Behind moved KV names are of a lineage of their own.
+        foreign=[] if documents else foreign_chunks(engine, sequences),
     )
 
 
@@ -275,7 +301,8 @@ def write(engine: Engine, prompts: Sequence[list[int]], length: int) -> list[Ans
 
 
 def _submit(engine: Engine, job: Job) -> str:
-    return engine.submit(job.tokens, salt=job.salt, priority=job.priority, **job.sampling)
+    how = {**job.sampling, **(ASKS if job.asks else {})}
+    return engine.submit(job.tokens, salt=job.salt, priority=job.priority, **how)
 
 
 def _preemptions(engine: Engine) -> int:
@@ -304,7 +331,8 @@ def judge(reference: EngineHost, jobs: Sequence[Job], rounding: float | None = N
     Args:
         rounding: as it was measured before; None to measure it with these answers.
     """
-    said = [(job, answer) for job in jobs for answer in job.found if answer.tokens]
+    compared = [job for job in jobs if not job.asks]
+    said = [(job, answer) for job in compared for answer in job.found if answer.tokens]
     texts = [(job.tokens, answer.tokens) for job, answer in said]
     expected = reference.call(read, texts, MODEL_LEN)
     if rounding is None:
@@ -345,12 +373,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--family", choices=FAMILIES, help="a model of several KV cache groups")
     parser.add_argument("--drafts", action="store_true", help="with n-gram speculative decoding")
+    parser.add_argument("--documents", action="store_true", help="see the module")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="attnstore-soak-") as name:
         directory = Path(name)
         verdict, played = soak(directory, directory, options)
     print(verdict)
-    print(played.counts, played.loaded, f"{played.preemptions} preemptions")
+    print(
+        played.counts, played.loaded, f"{played.preemptions} preemptions,", f"{played.moved} moved"
+    )
     if verdict.wrong or played.foreign:
         raise SystemExit(f"WRONG: jobs {verdict.wrong}, foreign chunks {played.foreign}")
 
@@ -364,10 +395,12 @@ def soak(directory: Path, models: Path, options: argparse.Namespace) -> tuple[Ve
     if options.drafts:
         # vLLM drafts for greedy and drawn requests alike.
         playing["vllm"] = {**playing["vllm"], "speculative_config": DRAFTS}
+    if options.documents:
+        playing["settings"] = {"truncation": {"share": "everyone", "documents": True}}
     deadline_s = 60.0 + 20.0 * options.requests
     spec = EngineSpec(store=directory / "store", models=models, **playing)
     with EngineHost(spec, directory / "log", call_deadline_s=deadline_s) as host:
-        played = host.call(play, options.seed, options.requests)
+        played = host.call(play, options.seed, options.requests, documents=options.documents)
     spec = EngineSpec(models=models, **reading)
     with EngineHost(spec, directory / "reference.log", call_deadline_s=deadline_s) as host:
         return judge(host, played.jobs), played
