@@ -236,6 +236,18 @@ SETTINGS = (
         "Set everyone if all users without a salt trust each other.",
     ),
     Setting(
+        "truncation.documents", "false", "true, false",
+        "Whether requests that take moved KV find parts of their prompt in any place and order. "
+        "What lies between them is computed by passes of our own. Answers may differ slightly.",
+        "Set true where prompts bring the same documents, tool results or files in other orders.",
+    ),
+    Setting(
+        "truncation.recompute", "off", "off, share above 0, 1 at most",
+        "The share of each document whose KV is computed anew. It is the document's first tokens, "
+        "which lean most on what is before them.",
+        "Raise it where answers join facts of several documents.",
+    ),
+    Setting(
         "share", "everyone", "everyone, salted",
         "Who shares KV: everyone without a cache_salt with each other, or only requests of one "
         "salt. With salted, requests without a salt neither find KV in the store nor leave any. "

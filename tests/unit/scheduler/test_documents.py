@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps compute between the documents of a request: within their budget, each token once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from attnstore_vllm.index.prefix import gaps_of
+from attnstore_vllm.scheduler.documents import Documents
+from attnstore_vllm.scheduler.open_plans import OpenPlans
+
+
+class Plans:
+    """As much of OpenPlans as is called."""
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.received: list[str] = []
+
+    def is_open(self, plan_id: int) -> bool:
+        return plan_id in self.open
+
+    def load(self, request_id: str, chunks: Sequence[Any], copies: Any, **_: Any) -> int:
+        assert not chunks and not copies, "a last part brings nothing"
+        self.received.append(request_id)
+        return 99
+
+
+def state_of(name: str, num_tokens: int = 1000) -> Any:
+    request = SimpleNamespace(request_id=name, all_token_ids=list(range(num_tokens)))
+    return SimpleNamespace(request=request)
+
+
+def begun(plans: Plans, tokens: int, rows: int) -> Documents:
+    documents = Documents(cast("OpenPlans", plans), tokens, rows, layers=2)
+    plans.open.add(1)
+    documents.begin(state_of("a"), 1, [range(10), range(40, 52), range(90, 91)], ((1, 2, 3),))
+    return documents
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(5, 9), (8, 1), (100, 2), (100, 9)])
+def test_steps_compute_each_token_once_within_their_budget(tokens: int, rows: int) -> None:
+    plans = Plans()
+    documents = begun(plans, tokens + 3, rows)
+    assert documents.plan(3) == [], "its documents are still being loaded"
+    plans.open.clear()
+    computed: list[int] = []
+    while documents.is_open:
+        assert plans.received == []
+        (one,) = documents.plan(3)
+        found = [token for run in one.runs for token in run.token_ids]
+        assert 0 < len(found) <= tokens and len(one.runs) <= rows
+        assert all(run.token_ids[0] == run.start for run in one.runs)
+        computed += found
+    assert computed == [*range(10), *range(40, 52), 90]
+    assert plans.received == ["a"], "with its last pass"
+
+
+def test_a_full_step_computes_nothing() -> None:
+    plans = Plans()
+    documents = begun(plans, 8, 4)
+    plans.open.clear()
+    assert documents.plan(8) == documents.plan(20) == []
+    assert documents.is_loading("a") and not plans.received
+
+
+def test_the_next_request_has_what_the_first_leaves() -> None:
+    plans = Plans()
+    documents = begun(plans, 30, 9)
+    documents.begin(state_of("b"), 2, [range(20)], ((4, 5),))
+    plans.open.clear()
+    first = documents.plan(0)
+    assert [(p.request_id, [len(r.token_ids) for r in p.runs]) for p in first] == [
+        ("a", [10, 12, 1]), ("b", [7]),
+    ]  # fmt: skip
+    (rest,) = documents.plan(0)
+    assert (rest.request_id, rest.runs[0].start, rest.block_ids) == ("b", 7, ((4, 5),))
+    assert plans.received == ["a", "b"]
+
+
+def test_of_a_request_that_has_ended_nothing_more_is_computed() -> None:
+    plans = Plans()
+    documents = begun(plans, 8, 9)
+    documents.ended("a")
+    documents.ended("another")
+    assert documents.plan(0) == [] and documents.is_open, "its blocks are still being filled"
+    plans.open.clear()
+    assert documents.plan(0) == []
+    assert plans.received == ["a"] and not documents.is_open
+
+
+def test_gaps() -> None:
+    def pieces(*places: tuple[int, int]) -> Any:
+        return [SimpleNamespace(start=start, stop=stop) for start, stop in places]
+
+    assert gaps_of(pieces(), 3, 9) == [range(3, 9)]
+    assert gaps_of(pieces((0, 4), (4, 6), (8, 10)), 0, 10) == [range(6, 8)]
+    assert gaps_of(pieces((5, 10), (20, 40)), 0, 30) == [range(5), range(10, 20)]
+    assert gaps_of(pieces((5, 10), (20, 40)), 0, 15) == [range(5), range(10, 15)]
