@@ -24,7 +24,18 @@ TITLE_LETTERS, LETTERS = 84, 96
 """Of a line that fits."""
 GROUPED: Final = re.compile(r"([\d.]+), ([\d.]+) (\S+)")
 """A point that varies two things: "0.5, 2 GB/s"."""
+SEEN: Final = 0.02
+"""Of the larger figure: bars that differ by less look the same, and the table says as much."""
 Values = Mapping[str, Sequence[float | None]]
+
+
+def says_something(experiment: Experiment, result: Mapping[str, Any]) -> bool:
+    """Systems differ at some point, or, where there is one, points do."""
+    metric = experiment.pictured
+    values = _values(metric, result["values"][metric.name])
+    of_points = list(zip(*values.values(), strict=True)) if len(values) > 1 else values.values()
+    found = [[v for v in of if v is not None] for of in of_points]
+    return any(max(of) - min(of) >= SEEN * max(of) > 0 for of in found if of)
 
 
 def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
