@@ -132,10 +132,15 @@ def test_a_page_is_wrapped_where_a_line_is_long() -> None:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of paragraphs, items and cells; code spans count as one word."""
+    """Sentences of paragraphs and items, and of cells, where a semicolon ends an item of a list;
+    code spans count as one word."""
     text = re.sub(r"`[^`\n]+`", "code", visible(FENCE.sub("\n\n", text)))
-    parts = re.split(r"\n\s*\n|\n(?=- |\d+\. |#|\|)|\|", text)
-    return [s for part in parts for s in re.split(r"(?<=[.?!])\s+", part.strip()) if s]
+    found = []
+    for part in re.split(r"\n\s*\n|\n(?=- |\d+\. |#)|\n(?=\|)", f"\n{text}"):
+        cells = [c for row in part.splitlines() for c in row.split("|")] if part[:1] == "|" else []
+        ends = r"(?<=[.?!;])\s+" if cells else r"(?<=[.?!])\s+"
+        found += [s for each in cells or [part] for s in re.split(ends, each.strip()) if s]
+    return found
 
 
 @pytest.mark.parametrize("path", [p for p in PAGES if p.name in DOOR], ids=short)
