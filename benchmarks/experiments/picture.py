@@ -42,7 +42,7 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     """Draw `result`, of results/experiments/NAME.json. A system has one colour in all of them."""
     metric = experiment.pictured
     by_point = result["values"][metric.name]
-    title = "\n".join(textwrap.wrap(experiment.question, TITLE_LETTERS))
+    title = "\n".join(textwrap.wrap(_message(experiment, by_point), TITLE_LETTERS))
     said = _said(metric, result)
     points = list(by_point)
     grouped = [GROUPED.fullmatch(point) for point in points]
@@ -56,6 +56,15 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     else:
         figure = _bars(metric, by_point, title, said)
     palette.save(figure, path)
+
+
+def _message(experiment: Experiment, by_point: Mapping[str, Mapping[str, Any]]) -> str:
+    """What is seen, or what was asked: a quick run may lack a system that the message names."""
+    first = {name: _middle(value) for name, value in next(iter(by_point.values())).items()}
+    try:
+        return experiment.message.format_map(first) or experiment.question
+    except (KeyError, TypeError):
+        return experiment.question
 
 
 def _said(metric: Metric, result: Mapping[str, Any]) -> str:

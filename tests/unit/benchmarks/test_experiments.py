@@ -22,7 +22,7 @@ from benchmarks.compare.command import parser
 from benchmarks.experiments import __main__ as runner
 from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.intervals import interval
-from benchmarks.experiments.picture import says_something
+from benchmarks.experiments.picture import plot, says_something
 from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
 from benchmarks.sample import SAMPLE
 
@@ -56,7 +56,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("asked", "x", "'asked' is unknown; known are before, metrics"),
+        ("asked", "x", "'asked' is unknown; known are before, message, metrics"),
         ("serve", {}, "one of simulate, serve, script"),
         ("question", "", "question is missing"),
         ("picture", "lost", "picture: 'lost' is none of its metrics"),
@@ -451,6 +451,18 @@ def test_bars_that_look_the_same_are_not_drawn(
     file = tmp_path / "x.json"
     file.write_text(json.dumps(full))
     assert ("![What?]" in report.render({"x": spec}, tmp_path, "../r")) is is_drawn
+
+
+def test_a_pictures_title_has_the_figures_or_asks(tmp_path: Path) -> None:
+    spec = parse("x", SPEC | {"message": "{attnstore:.0f} % with the store, {lru:.1f} without"})
+    for values, title in (
+        ({"attnstore": 90.4, "lru": [0.5, 0.4, 0.6]}, "90 % with the store, 0.5 without"),
+        ({"attnstore": 90.4}, "What?"),
+        ({"attnstore": 90.4, "lru": None}, "What?"),
+    ):
+        result = {"values": {"found": {"small": values}}, "kind": "simulated", "quick": False}
+        plot(spec, result, tmp_path / "x.svg")
+        assert f">{title}<" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
 def test_report_marks_goals_that_were_missed(quick: Path) -> None:
