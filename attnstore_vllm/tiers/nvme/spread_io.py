@@ -13,6 +13,7 @@ and brings a chunk only if all have it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,10 @@ class _Pending:
     """Answers to come: of a read, this node's too."""
     tell: Callable[[AttnStoreError | None, bytes], None]
     late: Callable[[], None]
-    deadline: float | None = None
-    """None: it is not sent, or was late."""
+    sent_in: int | None = None
+    """The step that takes it there; None: it is not sent."""
+    deadline: float = math.inf
+    is_late: bool = False
     failure: AttnStoreError | None = None
     tokens: bytes = b""
 
@@ -98,23 +101,25 @@ class SpreadIo(NvmeIo):
                 self._num_waiting, self._moved_at = waiting, now
             has_work = waiting or self.num_storing or len(self._digests) < self._others
             # One that is late may never be answered: it keeps no engine awake.
-            is_sent = any(found.deadline is not None for found in self._answers.values())
+            is_sent = any(
+                found.sent_in is not None and not found.is_late for found in self._answers.values()
+            )
             return (
                 bool(self._orders) or is_sent or (bool(has_work) and now < self._moved_at + KEPT_S)
             )
 
     # ---- with each step ----------------------------------------------------------------
 
-    def take_orders(self) -> Sequence[NodeOrder]:
-        """The orders that a step's plan takes to the other nodes."""
+    def take_orders(self, step: int) -> Sequence[NodeOrder]:
+        """The orders that the plan of this step takes to the other nodes."""
         with self._context.progress:
             orders, self._orders = self._orders, []
             for order in orders:
-                self._answers[order.number].deadline = self._context.clock() + self.deadline_s
+                self._answers[order.number].sent_in = step
             return orders
 
-    def on_results(self, results: Sequence[NodeResult]) -> None:
-        """Takes results that a report has brought from the other nodes."""
+    def on_results(self, results: Sequence[NodeResult], step: int) -> None:
+        """Takes results that the report of this step has brought from the other nodes."""
         if not results and not self._answers:
             return
         failures: list[AttnStoreError] = []
@@ -128,12 +133,7 @@ class SpreadIo(NvmeIo):
                 self._answered(result.number, failure, b"")
                 if failure is not None:
                     failures.append(failure)
-            # Late is what a report does not have: while no step runs none can come.
-            late = [
-                o for o in self._answers.values() if o.deadline is not None and o.deadline < now
-            ]
-            for found in late:
-                found.deadline = None
+            late = self._take_late(now, step)
             self._moved_at = now if results else self._moved_at
             self._context.progress.notify_all()
         for failure in failures:
@@ -145,6 +145,20 @@ class SpreadIo(NvmeIo):
             found.late()
             self.health.note_hang(found.op.value)
         self.wake()
+
+    def _take_late(self, now: float, step: int) -> list[_Pending]:
+        """Locked. Late is what a report does not have: while no step runs none can come. Reports
+        of steps before the order's say nothing, however long those took: the time counts from the
+        first that could have had it."""
+        late: list[_Pending] = []
+        for found in self._answers.values():
+            if found.is_late or found.sent_in is None or found.sent_in > step:
+                continue
+            found.deadline = min(found.deadline, now + self.deadline_s)
+            if found.deadline < now:
+                found.is_late = True
+                late.append(found)
+        return late
 
     def _begin(self, op: Op, record: int, slot: int, stamp: bytes, found: _Pending) -> int:
         """Locked."""
