@@ -22,6 +22,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -145,6 +146,8 @@ class NodeDisk:
         self._results: deque[NodeResult] = deque()
         self._has_told = self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="attnstore", daemon=True)
+        # A thread that comes back from native code while the interpreter ends aborts the process.
+        self._at_exit = weakref.finalize(self._thread, self._end_with, os.getpid())
         self._thread.start()
 
     def begin(self, orders: Sequence[NodeOrder]) -> None:
@@ -180,13 +183,21 @@ class NodeDisk:
         return results
 
     def close(self, timeout_s: float = 3.0) -> None:
+        self._at_exit.detach()
+        self._stop(timeout_s)
+        if not self._device.close(timeout_s):
+            logger.warning("%s still has requests in flight; they are not waited for", self._path)
+        self._pool.close()
+
+    def _stop(self, timeout_s: float) -> None:
         self._is_ending = True
         self._requests.cancel_all()
         self._device.wake()
         self._thread.join(timeout_s)
-        if not self._device.close(timeout_s):
-            logger.warning("%s still has requests in flight; they are not waited for", self._path)
-        self._pool.close()
+
+    def _end_with(self, pid: int) -> None:
+        if os.getpid() == pid:  # a fork's child has no thread
+            self._stop(0.5)
 
     def _done(self, order: NodeOrder, page: memoryview, completion: Completion) -> None:
         failed, text, code = NodeFailure.NO, "", 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,3 +156,20 @@ def test_names_have_the_weights_of_all_nodes() -> None:
     others[1] = b"else"
     assert names.namespace != found
     names.close()
+
+
+def test_a_process_that_ends_without_close_ends_as_any_other(tmp_path: Path) -> None:
+    """A worker that vLLM ends closes nothing. Its interpreter may take a while to end."""
+    program = f"""
+import time
+from pathlib import Path
+from {__name__} import Rig
+class Slow:
+    def __del__(self):
+        time.sleep(0.6)
+slow = Slow()
+Rig(Path({str(tmp_path)!r})).write(3, b"x", bytes(32))
+"""
+    root = Path(__file__).parents[4]
+    ended = subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60, check=False)
+    assert ended.returncode == 0
