@@ -8,6 +8,8 @@ and brings a chunk only if all have it.
 
     begin_load -> own read, and an order -> ... results with a report -> done
     begin_store -> own write -> an order -> ... results with a report -> done
+
+A disk of one node is out of use for all. A look at whether it works again is one at all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from blake3 import blake3
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.device import Op
-from attnstore_vllm.tiers.nvme.node_disk import NodeOrder, NodeResult
+from attnstore_vllm.tiers.nvme.node_disk import LOOK, STAMP_BYTES, NodeOrder, NodeResult
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
 from attnstore_vllm.types import NVME, StoreFailure
@@ -47,6 +49,7 @@ class _Pending:
     """The step that takes it there; None: it is not sent."""
     deadline: float = math.inf
     is_late: bool = False
+    is_look: bool = False
     failure: AttnStoreError | None = None
     tokens: bytes = b""
 
@@ -73,6 +76,10 @@ class SpreadIo(NvmeIo):
         self._orders: list[NodeOrder] = []
         self._answers: dict[int, _Pending] = {}
         self._num_open = Counter[Op]()
+        self._looks: dict[Op, int] = {}
+        """Numbers of the looks that are under way."""
+        self._looked: list[tuple[Op, AttnStoreError | None]] = []
+        """Those that are over, and are not noted yet."""
         self._num_waiting, self._moved_at = 0, self._context.clock()
 
     # ---- what is under way -------------------------------------------------------------
@@ -130,8 +137,9 @@ class SpreadIo(NvmeIo):
                     self._digests[result.node] = result.digest
                     continue
                 failure = result.error()
+                is_look = self._answers[result.number].is_look
                 self._answered(result.number, failure, b"")
-                if failure is not None:
+                if failure is not None and not is_look:
                     failures.append(failure)
             late = self._take_late(now, step)
             self._moved_at = now if results else self._moved_at
@@ -144,6 +152,7 @@ class SpreadIo(NvmeIo):
         for found in late:
             found.late()
             self.health.note_hang(found.op.value)
+        self._note_looks()
         self.wake()
 
     def _take_late(self, now: float, step: int) -> list[_Pending]:
@@ -164,7 +173,7 @@ class SpreadIo(NvmeIo):
         """Locked."""
         number = next(self._numbers)
         self._answers[number] = found
-        self._num_open[op] += 1
+        self._num_open[op] += not found.is_look
         self._orders.append(NodeOrder(number, op, record, slot, stamp))
         return number
 
@@ -177,8 +186,36 @@ class SpreadIo(NvmeIo):
         assert found.left >= 0
         if not found.left:
             del self._answers[number]
-            self._num_open[found.op] -= 1
+            self._num_open[found.op] -= not found.is_look
             found.tell(found.failure, found.tokens)
+
+    # ---- looks at disks that are out of use --------------------------------------------
+
+    def _send_probe(self, op: Op) -> None:
+        with self._context.progress:
+            if op in self._looks:  # a disk that hangs gets no more of them
+                (self.health.reads if op is Op.READ else self.health.writes).forget_probe()
+                return
+            left = 1 + self._others
+            found = _Pending(op, left, partial(self._end_look, op), lambda: None, is_look=True)
+            self._looks[op] = self._begin(op, 0, LOOK, bytes(STAMP_BYTES), found)
+        super()._send_probe(op)
+
+    def _probed(self, op: Op, failure: AttnStoreError | None) -> None:
+        with self._context.progress:
+            self._answered(self._looks[op], failure, b"")
+        self._note_looks()
+
+    def _end_look(self, op: Op, failure: AttnStoreError | None, _: bytes) -> None:
+        """Locked."""
+        del self._looks[op]
+        self._looked.append((op, failure))
+
+    def _note_looks(self) -> None:
+        with self._context.progress:
+            looked, self._looked = self._looked, []
+        for op, failure in looked:
+            super()._probed(op, failure)
 
     # ---- loads and stores --------------------------------------------------------------
 

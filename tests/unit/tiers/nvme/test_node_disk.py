@@ -18,6 +18,7 @@ from attnstore_vllm.identity.weights import DigestOfNodes, Weights
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.tiers.nvme.node_disk import (
     FILE_NAME,
+    LOOK,
     NodeDisk,
     NodeFailure,
     NodeOrder,
@@ -47,7 +48,7 @@ class Memory:
 
 
 class Rig:
-    def __init__(self, directory: Path, capacity_bytes: int = 10 * RECORD) -> None:
+    def __init__(self, directory: Path, capacity_bytes: int = 4096 + 10 * RECORD) -> None:
         self.memory, self.digest = Memory(), list[bytes]()
         self.disk = NodeDisk(self.memory, directory, capacity_bytes, "auto", 5.0, 1, self._weights)
         self.path = directory / FILE_NAME
@@ -119,6 +120,16 @@ def test_a_damaged_stamp(rig: Rig) -> None:
 def test_a_record_that_it_has_no_room_for(rig: Rig) -> None:
     assert rig.disk.num_records == 10
     assert rig.do(Op.WRITE, 10, 0, A).failed is NodeFailure.DEVICE
+
+
+def test_looks_touch_no_record(rig: Rig) -> None:
+    for record in range(10):
+        rig.write(record, b"x", A)
+    before = rig.path.read_bytes()
+    for op in (Op.READ, Op.WRITE, Op.READ):
+        assert rig.do(op, 0, LOOK, bytes(32)).failed is NodeFailure.NO
+    assert rig.path.read_bytes()[: 10 * RECORD] == before[: 10 * RECORD]
+    assert len(before) <= 4096 + 10 * RECORD
 
 
 def test_it_is_there_after_a_restart(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.policy.breaker import PAUSE_MAX_S, PAUSE_MIN_S
 from attnstore_vllm.store.lookup import Lookup
-from attnstore_vllm.tiers.nvme.node_disk import NodeFailure, NodeOrder, NodeResult
+from attnstore_vllm.tiers.nvme.node_disk import LOOK, NodeFailure, NodeOrder, NodeResult
 from attnstore_vllm.tiers.nvme.spread_io import SpreadIo
 from attnstore_vllm.types import NVME, Event
 from tests.helpers import Rig, conversation, memory_rig, names_of, sequence_of, tokens_of
@@ -130,3 +130,65 @@ def test_an_answer_that_two_reports_lack_is_late(engine: Engine) -> None:
     assert not engine.reads_in_use
     assert engine.rig.store.residency.counts[Event.READ_LATE] == 3
     engine.step()
+
+
+def look(engine: Engine, seconds: float = 1.0) -> set[Op]:
+    """Time goes on. Returns the directions in which the node is looked at next."""
+    engine.clock.now += seconds
+    engine.device.settle()
+    engine.begin_step()
+    return {order.op for order in engine.orders if order.slot == LOOK}
+
+
+def test_a_disk_that_hangs_stays_out_of_use(engine: Engine) -> None:
+    """The first node's own disk answers each look. The other's does not."""
+    tokens = engine.store_and_push_out()
+    engine.find(tokens)
+    for _ in range(3):
+        engine.end_step(engine.begin_step())
+        engine.clock.now += DEADLINE_S
+    for _ in range(200):
+        engine.clock.now += 1.0
+        engine.end_step(engine.begin_step())
+        assert not engine.reads_in_use
+    assert len(engine.orders) == 3 + 2, "it gets no more looks than it answers"
+    assert not engine.io.is_busy(), "the engine would step for ever"
+    engine.end_step(engine.begin_step(), engine.answer())
+    for _ in range(2):
+        engine.clock.now += PAUSE_MAX_S
+        engine.device.settle()
+        engine.step()
+    assert engine.reads_in_use
+    assert engine.find(tokens) == 0, "they were late, and are computed"
+
+
+def test_a_disk_that_refuses_is_left_alone_for_a_pause_that_doubles(engine: Engine) -> None:
+    tokens = engine.store_and_push_out()
+    engine.find(tokens)
+    step = engine.begin_step()
+    engine.end_step(step, engine.answer(NodeFailure.DEVICE))
+    pause = PAUSE_MIN_S
+    for _ in range(4):
+        assert not look(engine, 0.9 * pause)
+        assert look(engine, 0.2 * pause) == {Op.READ, Op.WRITE}
+        engine.end_step(engine.begin_step(), engine.answer(NodeFailure.DEVICE))
+        assert not engine.reads_in_use
+        pause *= 2
+    assert look(engine, pause)
+    engine.step()
+    assert engine.reads_in_use
+    assert engine.io.health.writes.in_use
+
+
+def test_one_direction_works_again_without_the_other(engine: Engine) -> None:
+    """As of a file system that has become read-only."""
+    engine.find(engine.store_and_push_out())
+    engine.end_step(engine.begin_step(), engine.answer(NodeFailure.DEVICE))
+    assert look(engine, 1.1 * PAUSE_MIN_S) == {Op.READ, Op.WRITE}
+    failures = {Op.READ: NodeFailure.NO, Op.WRITE: NodeFailure.DEVICE}
+    results = [NodeResult(1, order.number, failures[order.op]) for order in engine.orders]
+    engine.orders.clear()
+    engine.end_step(engine.begin_step(), results)
+    assert engine.reads_in_use
+    assert not engine.io.health.writes.in_use
+    engine.settle()
