@@ -379,9 +379,8 @@ class Scheduler:
         if self.rests:
             self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
-        plan = self.plans.take_plan()
+        plan = self.plans.take_plan(self.costs.times.planned(output))
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
-        plan.number = self.costs.times.planned(output)
         self.first_tokens.planned(plan.number)
         if self._watch.is_wanted:
             self._watch.add_to(plan, self.store.num_named)
