@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 FILE_NAME: Final = "node.bin"
 DEPTH: Final = 64
 STAMP_BYTES: Final = 32
-_MAGIC: Final = b"ATTNNODE"
-_CHECKSUM_AT: Final = len(_MAGIC) + STAMP_BYTES
-_SEALS: Final = (Seal(of=1, at=_CHECKSUM_AT),)
+MAGIC: Final = b"ATTNNODE"
+CHECKSUM_AT: Final = len(MAGIC) + STAMP_BYTES
+_SEALS: Final = (Seal(of=1, at=CHECKSUM_AT),)
 _POLL_S: Final = 0.25
 
 
@@ -157,7 +157,7 @@ class NodeDisk:
                 continue
             page = self._pages.pop() if self._pages else memoryview(mmap.mmap(-1, PAGE_BYTES))
             if order.op is Op.WRITE:
-                page[:] = (_MAGIC + order.stamp).ljust(PAGE_BYTES, b"\0")
+                page[:] = (MAGIC + order.stamp).ljust(PAGE_BYTES, b"\0")
             requests.append(
                 DiskRequest(
                     order.op,
@@ -195,8 +195,8 @@ class NodeDisk:
             code = completion.error.errno
         elif order.op is Op.READ:
             text = f"{self._path}, record {order.record}"
-            stated = bytes(page[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES])
-            if bytes(page[:_CHECKSUM_AT]) != _MAGIC + order.stamp:
+            stated = bytes(page[CHECKSUM_AT : CHECKSUM_AT + CHECKSUM_BYTES])
+            if bytes(page[:CHECKSUM_AT]) != MAGIC + order.stamp:
                 failed = NodeFailure.GONE
             elif stated != completion.checksum:
                 failed = NodeFailure.CORRUPT
