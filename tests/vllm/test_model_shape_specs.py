@@ -313,8 +313,8 @@ PACKED_MODELS: dict[str, tuple[dict[str, Any], str, Callable[[], Specs]]] = {
         "fp8", lambda: deepseek_v4(4 * [4, 128]),
     ),
     "V4, windows of two sizes are as good": (
-        DEEPSEEK_V4_FLASH | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 4]},
-        "fp8", lambda: deepseek_v4([0, 4, 4]),
+        DEEPSEEK_V4_FLASH | {"num_hidden_layers": 4, "compress_ratios": [0, 4, 4, 4]},
+        "fp8", lambda: deepseek_v4([0, 4, 4, 4]),
     ),
     "V4, of 4 alone": (
         DEEPSEEK_V4_FLASH | {"num_hidden_layers": 9, "compress_ratios": [0, 0, *7 * [4]]},
