@@ -152,7 +152,7 @@ def _by_length(lengths: list[int]) -> dict[str, int]:
 
 
 def inspect_nodes(directory: Path) -> list[dict[str, Any]]:
-    """What the files of a node hold that is not the first. Raises: ConfigError, OSError."""
+    """The figures of each file of a node that is not the first. Raises: ConfigError, OSError."""
     found = []
     for path in stored_files(directory)[1]:
         with opened_node(path) as node:

@@ -35,7 +35,7 @@ class NodeRecord:
     offset: int
     state: RecordState
     cause: str = ""
-    """What is wrong with one that is BAD."""
+    """The fault of one that is BAD."""
 
 
 class NodeFile(File):
