@@ -111,14 +111,17 @@ class NodeFile(File):
             at += _AT_ONCE
 
     def _size_at(self, offset: int) -> int:
-        """The bytes of the record here, by its checksum; 0 if it has none of this kind."""
+        """The bytes of the record here, by its checksum; 0 if it is not whole. It ends before the
+        next one, and before a hole, so that no byte is read for many records."""
         wanted = self._read_at(PAGE_BYTES, offset)[CHECKSUM_AT:_END]
         so_far, at = xxhash.xxh3_128(), offset + PAGE_BYTES
         end = min(self.num_bytes, offset + _RECORD_MAX)
-        while at < end:
-            found = memoryview(self._read_at(min(_AT_ONCE, end - at), at))
+        while at < end and self._next_data(0, PAGE_BYTES, at // PAGE_BYTES) * PAGE_BYTES == at:
+            found = self._read_at(min(_AT_ONCE, end - at), at)
             for i in range(0, len(found), PAGE_BYTES):
-                so_far.update(found[i : i + PAGE_BYTES])
+                if found.startswith(MAGIC, i):
+                    return 0
+                so_far.update(memoryview(found)[i : i + PAGE_BYTES])
                 if so_far.digest() == wanted:
                     return at + i + PAGE_BYTES - offset
             at += len(found)

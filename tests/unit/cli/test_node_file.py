@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.io.checksum import checksum
 from attnstore_vllm.tiers.nvme.node_disk import MAGIC
 from tests.unit.cli.test_cli import put, start
+from tests.unit.tiers.nvme.test_crafted_directory import bad_ends
 from tests.unit.tiers.nvme.test_node_disk import RECORD, A, B, Rig
 
 PLACES = 10
@@ -123,6 +125,30 @@ def test_it_may_be_anything(
     for command in ("inspect", "verify"):
         assert main([command, str(tmp_path)]) in (EXIT_OK, EXIT_BAD)
         assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_file_that_was_made_to_harm(rig: Rig) -> None:
+    """Records without end, of which none is whole; and holes that are not read."""
+    directory = rig.path.parent
+    names = ("inspect", "inspect --json", "verify", "gc", "gc --yes")
+    os.truncate(rig.path, RECORD << 28)
+    assert bad_ends(directory, *names) == []
+    with rig.path.open("r+b") as file:
+        for head in range(1, 64):
+            file.seek((RECORD << 21) * head)
+            file.write((MAGIC + A).ljust(8192, b"\0"))
+    assert bad_ends(directory, *names) == []
+    with rig.path.open("r+b") as file:
+        file.truncate(0)
+        file.truncate(1 << 42)
+        for head in range(64):
+            file.seek(head << 34)
+            file.write((MAGIC + A).ljust(8192, b"\0"))
+    assert bad_ends(directory, *names) == []
+    payload = b"x" * (RECORD - 4096)
+    good = (MAGIC + A + checksum(payload)).ljust(4096, b"\0") + payload
+    rig.path.write_bytes(good + (MAGIC + B).ljust(RECORD, b"\0") * 3000)
+    assert bad_ends(directory, *names) == []
 
 
 def test_nothing_can_be_deleted_by_name(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
