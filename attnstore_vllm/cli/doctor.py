@@ -351,7 +351,8 @@ def _tokens(model: Path, config: StoreConfig) -> Check:
     except (OSError, ValueError, AttnStoreError) as error:
         return Check("model", "warn", f"its KV cannot be told from its config.json: {error}")
     geometry = shape.geometry
-    if config.dram_codec != NONE and "bfloat16" in (read.get("dtype"), read.get("torch_dtype")):
+    is_bfloat16 = "bfloat16" in (read.get("dtype"), read.get("torch_dtype"))
+    if config.dram_codec != NONE and is_bfloat16 and shape.packed is None:  # those are of bytes
         geometry = replace(geometry, is_encoded=True)
     slot, chunk = geometry.slot_bytes, geometry.chunk_tokens
     dram, nvme = (size // slot * chunk for size in (config.dram_bytes, config.nvme.capacity_bytes))
