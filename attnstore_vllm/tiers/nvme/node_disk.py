@@ -53,9 +53,9 @@ DEPTH: Final = 64
 STAMP_BYTES: Final = 32
 LOOK: Final = -1
 """In place of a slot: a look at the disk, at the page behind all records."""
-_MAGIC: Final = b"ATTNNODE"
-_CHECKSUM_AT: Final = len(_MAGIC) + STAMP_BYTES
-_SEALS: Final = (Seal(of=1, at=_CHECKSUM_AT),)
+MAGIC: Final = b"ATTNNODE"
+CHECKSUM_AT: Final = len(MAGIC) + STAMP_BYTES
+_SEALS: Final = (Seal(of=1, at=CHECKSUM_AT),)
 _POLL_S: Final = 0.25
 
 
@@ -165,7 +165,7 @@ class NodeDisk:
                 continue
             page = self._pages.pop() if self._pages else memoryview(mmap.mmap(-1, PAGE_BYTES))
             if order.op is Op.WRITE:
-                page[:] = (_MAGIC + order.stamp).ljust(PAGE_BYTES, b"\0")
+                page[:] = (MAGIC + order.stamp).ljust(PAGE_BYTES, b"\0")
             record = self.num_records if is_look else order.record
             requests.append(
                 DiskRequest(
@@ -212,8 +212,8 @@ class NodeDisk:
             code = completion.error.errno
         elif order.op is Op.READ and order.slot != LOOK:
             text = f"{self._path}, record {order.record}"
-            stated = bytes(page[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES])
-            if bytes(page[:_CHECKSUM_AT]) != _MAGIC + order.stamp:
+            stated = bytes(page[CHECKSUM_AT : CHECKSUM_AT + CHECKSUM_BYTES])
+            if bytes(page[:CHECKSUM_AT]) != MAGIC + order.stamp:
                 failed = NodeFailure.GONE
             elif stated != completion.checksum:
                 failed = NodeFailure.CORRUPT
