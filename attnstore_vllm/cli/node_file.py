@@ -52,13 +52,18 @@ class NodeFile(File):
             size = self._size_at(offset)
             if not size:
                 self._not_whole.append(offset)
-            elif not self.num_bytes % size and not offset % size:  # else of an earlier shape
+            elif not self._records_bytes % size and not offset % size:  # else of an earlier shape
                 self.record_bytes = size
                 break
 
     @property
     def num_places(self) -> int:
-        return self.num_bytes // self.record_bytes if self.record_bytes else 0
+        return self._records_bytes // self.record_bytes if self.record_bytes else 0
+
+    @property
+    def _records_bytes(self) -> int:
+        """Without the page behind all records."""
+        return max(0, self.num_bytes - PAGE_BYTES)
 
     def records(self, *, payloads: bool) -> Iterator[NodeRecord]:
         """All records, in order. Where their size is not told, the first damaged ones.

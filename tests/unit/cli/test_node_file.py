@@ -13,6 +13,7 @@ import pytest
 
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.io.checksum import checksum
+from attnstore_vllm.tiers.nvme.format import PAGE_BYTES
 from attnstore_vllm.tiers.nvme.node_disk import MAGIC
 from tests.unit.cli.test_cli import put, start
 from tests.unit.tiers.nvme.test_crafted_directory import bad_ends
@@ -24,7 +25,7 @@ PLACES = 10
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     """Records 3, 4 and 8, of different bytes."""
-    found = Rig(tmp_path, PLACES * RECORD)
+    found = Rig(tmp_path, PLACES * RECORD + PAGE_BYTES)
     for record, content, stamp in ((3, b"x", A), (4, b"y", B), (8, b"z", b"c" * 32)):
         found.write(record, content, stamp)
     found.disk.close()
@@ -101,7 +102,7 @@ def test_records_of_an_earlier_shape_are_not_damaged(
     size, payload = 7 * 4096, b"n" * 6 * 4096
     old = rig.path.read_bytes()[3 * RECORD : 4 * RECORD]
     with rig.path.open("r+b") as file:
-        file.truncate(4 * size)
+        file.truncate(4 * size + PAGE_BYTES)
     found = said(capsys, "verify", rig.path.parent)
     assert (found["good"], found["free"], found["bad"]) == (0, 0, {}), "none of a size that fits"
     with rig.path.open("r+b") as file:
