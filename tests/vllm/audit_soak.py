@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """False alarms of the audit: many chunks, computed again in other batches, and compared.
 
-    python -m tests.vllm.audit_soak --chunks 100000
+    python -m tests.vllm.audit_soak --chunks 100000 [--out FILE [--go-on]]
     python -m tests.vllm.audit_soak --chunks 1000 --crowds 5 --family gemma3 lfm2
 
 Of each family an engine computes crowds of prompts. Then HBM is emptied, and the same prompts come
@@ -154,21 +154,25 @@ def main() -> int:
     parser.add_argument("--family", nargs="+", default=FAMILIES, choices=sorted(MODELS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file for the result, as JSON")
+    parser.add_argument("--go-on", action="store_true", help="with the families that --out lacks")
     options = parser.parse_args()
-    begun, rows, passes, compared = time.monotonic(), [], 0, 0
-    while compared < options.chunks:
+    rows, begun, families = [], time.monotonic(), options.family
+    if options.go_on:
+        said = json.loads(options.out.read_text())
+        rows, begun = said["families"], begun - said["seconds"]
+    compared = alarms = 0
+    while compared < options.chunks or len(rows) % len(families):
+        passes, number = divmod(len(rows), len(families))
         rounds = range(passes * options.crowds, (passes + 1) * options.crowds)
-        for number, name in enumerate(options.family):
-            # Every other family runs compiled, as a server does by default.
-            rows.append(audit_family(name, rounds, options.seed, eager=number % 2 == 1))
-            compared = sum(row["agreed"] + row["differed"] for row in rows)
-            alarms = sum(row["differed"] for row in rows)
-            if options.out:  # after each family: a run takes an hour and more
-                result = {"compared": compared, "false_alarms": alarms, "crowds": len(rounds)}
-                result["seconds"] = round(time.monotonic() - begun)
-                text = json.dumps({**result, "families": rows, "machine": machine()}, indent=1)
-                options.out.write_text(text + "\n")
-        passes += 1
+        # Every other family runs compiled, as a server does by default.
+        rows.append(audit_family(families[number], rounds, options.seed, eager=number % 2 == 1))
+        compared = sum(row["agreed"] + row["differed"] for row in rows)
+        alarms = sum(row["differed"] for row in rows)
+        if options.out:  # after each family: a run takes an hour and more
+            result = {"compared": compared, "false_alarms": alarms, "crowds": options.crowds}
+            result["seconds"] = round(time.monotonic() - begun)
+            text = json.dumps({**result, "families": rows, "machine": machine()}, indent=1)
+            options.out.write_text(text + "\n")
     for row in rows:
         print(row)
     print(f"{compared:,} chunks compared, {alarms} false alarms")
