@@ -160,7 +160,8 @@ def main() -> int:
     if options.go_on:
         said = json.loads(options.out.read_text())
         rows, begun = said["families"], begun - said["seconds"]
-    compared = alarms = 0
+    compared, alarms = (sum(row[name] for row in rows) for name in ("agreed", "differed"))
+    compared += alarms
     while compared < options.chunks or len(rows) % len(families):
         passes, number = divmod(len(rows), len(families))
         rounds = range(passes * options.crowds, (passes + 1) * options.crowds)
