@@ -106,7 +106,8 @@ def crowds(engine: Engine, seed: int, round_: int) -> dict[str, float]:
 
 def preempt_all(engine: Engine) -> bool:
     """What runs loses its blocks. Whether HBM was emptied too: vLLM raises where it was not, since
-    a request that waits for a load has blocks. A block that is never freed stops forget_hbm()."""
+    a request that waits for a load has blocks, or one that has ended and is still copied. A block
+    that is never freed stops forget_hbm()."""
     try:
         return bool(engine.scheduler.reset_prefix_cache(reset_running_requests=True))
     except RuntimeError as error:
