@@ -83,6 +83,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     prompts = [[chance.randrange(300, 1000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
     first: dict[str, list[float]] = {side: [] for side in AUDITS}
     served: dict[str, list[float]] = {side: [] for side in AUDITS}
+    computed: list[int] = []
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as directory:
         work = Path(directory)
         model = str(make_model(work / name, SHAPES[name]))
@@ -102,6 +103,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
                     is_tried = bool(num_computed)
                     assert is_tried == (side == "audit"), f"{side}: {num_computed} computed"
                     assert not is_tried or agreed(server), "the trial compared nothing"
+                computed += [num_computed] if is_tried else []
                 first[side].append(first_ms)
                 served[side].append(served_ms)
             sides.reverse()
@@ -111,6 +113,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         "rounds": rounds,
         "prompt_tokens": PROMPT_TOKENS,
         "added_ms": round(statistics.median(added), 1),
+        "computed_prompts": computed,
         "first_ms": {side: [round(ms, 1) for ms in found] for side, found in first.items()},
         "served_ms": {side: [round(ms, 1) for ms in found] for side, found in served.items()},
     }
