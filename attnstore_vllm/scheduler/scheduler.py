@@ -304,6 +304,9 @@ class Scheduler:
         Args:
             local: tokens that are in HBM already.
         """
+        audit = self.store.audit
+        if audit is not None and audit.take_reset():
+            self._watch.doubt()
         if self._watch.must_wait():
             return Cause.RESET_UNCHECKED, True
         if self.store.is_distrusted:
