@@ -3,7 +3,8 @@
 
 Follows vLLM 0.32 (v1/core/kv_cache_utils.py): pages of all groups have one size, layers of a kind
 are cut into groups as large as the smallest kind, a recurrent layer's state sets the block. Where
-all layers keep all tokens there is one group, and each layer has pages of its own size.
+all layers keep all tokens there is one group, and each layer has pages of its own size. Pages that
+vLLM packs side by side are in packed_shape.py.
 
 It is long since each family of models has its rule here, as vLLM's own specs have it.
 """
@@ -11,15 +12,24 @@ It is long since each family of models has its rule here, as vLLM's own specs ha
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.prefix import GRAIN_TOKENS
 from attnstore_vllm.index.sections import Need, Reach
+from attnstore_vllm.packed_shape import (
+    COMPRESSORS,
+    LATENT,
+    PackedShape,
+    deepseek_v4,
+    deepseek_v41,
+)
 from attnstore_vllm.tiers.nvme.format import header_bytes, pages
 from attnstore_vllm.transfer.geometry import Geometry, Group, round_chunk_tokens
 
@@ -39,7 +49,6 @@ _NOT_KNOWN = {
     "attn_layer_period": "Mamba 1 layers", "hybrid_layer_ids": "Mamba layers that share attention",
     "block_configs": "layers of several sizes",
     "hybrid_layer_pattern": "windows with heads of their own",
-    "compress_ratios": "compressed latents, whose pages vLLM packs beside windows and rings",
     "sparse_attention_config": "keys of a sparse indexer",
     "ple_conv_kernel_size": "states of several kinds",
     "sconv_kernel_size": "states of several kinds",
@@ -63,6 +72,8 @@ KV_TYPES = (
 """Values of vLLM's --kv-cache-dtype whose bytes are known here."""
 _MLA_STATE_BLOCK = 128
 """Beside states vLLM's blocks of latents are multiples of so many tokens."""
+_COMPRESSED = ("deepseek_v4", "deepseek_v41", "deepseek_v41_text")
+"""Types of models whose latents are of several tokens."""
 _GOT = "expected the config.json of a decoder"
 
 
@@ -74,6 +85,8 @@ class LayerKind:
     reach_tokens: int
     num_bytes: int
     """Bytes of a token in one layer, or of a whole state."""
+    of_tokens: int = 1
+    """Tokens that these are the bytes of: more than one where they are a page's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +96,22 @@ class KvShape:
     kinds: Mapping[LayerKind, int]
     """With how many layers there are of each."""
     geometry: Geometry
+    packed: PackedShape | None = None
+    """Set where pages lie side by side."""
 
     def token_bytes(self, *reaches: Reach) -> int:
         """Bytes of a token in all layers that look so far back; of recurrent ones, the states."""
-        return sum(kind.num_bytes * n for kind, n in self.kinds.items() if kind.reach in reaches)
+        found = sum(
+            Fraction(kind.num_bytes * n, kind.of_tokens)
+            for kind, n in self.kinds.items()
+            if kind.reach in reaches
+        )
+        return math.ceil(found)
 
     def held_bytes(self, num_tokens: int) -> int:
         """Bytes of a request in HBM, and of what is copied there for a hit of so many tokens."""
+        if self.packed is not None:
+            return self.packed.held_bytes(num_tokens)
         return sum(
             number * kind.num_bytes * _held_tokens(kind, num_tokens)
             for kind, number in self.kinds.items()
@@ -196,6 +218,8 @@ def shape_of(
             f"{where}: --kv-cache-dtype is {kv_type!r}, whose bytes are not known here; known are "
             f"{', '.join(KV_TYPES)}"
         )
+    if config.get("compress_ratios"):
+        return _compressed(config, where, kv_type, chunk_tokens)
     kinds = _kinds(config, where, dtype_bytes, state_dtype_bytes, kv_type)
     if not any(kind.reach is Reach.FULL for kind in kinds):
         raise ConfigError(
@@ -213,6 +237,45 @@ def shape_of(
     for tokens in sorted(rounding):  # powers of two times one number: the largest is the multiple
         chunk = round_chunk_tokens(chunk, tokens)
     return KvShape(kinds, Geometry(1, regions, groups, chunk))
+
+
+def _compressed(
+    config: Mapping[str, Any], where: str, kv_type: str | None, chunk_tokens: int
+) -> KvShape:
+    """DeepSeek V4 and V4.1, with FlashMLA's types of KV."""
+    kind = config.get("model_type")
+    sizes = [config.get(name) for name in ("head_dim", "qk_rope_head_dim")]
+    if kind not in _COMPRESSED or sizes != [LATENT, 64]:
+        raise ConfigError(
+            f"{where}: compress_ratios is set, model_type is {kind!r} and heads have {sizes}: "
+            f"compressed latents, whose bytes are known of deepseek_v4 and deepseek_v41 with "
+            f"{[LATENT, 64]} alone; a server's log says what the store keeps a token"
+        )
+    ratios = list(config["compress_ratios"])[: count_of(config, where, "num_hidden_layers")]
+    sources = config.get("kv_source_layer_ids") or ()
+    types = ["auto", "fp8", "fp8_ds_mla", *(["nvfp4_ds_mla"] if sources else [])]
+    known = {0, 1, *([2] if sources else COMPRESSORS)}
+    if (kv_type or "auto") not in types or not set(ratios) <= known:
+        raise ConfigError(
+            f"{where}: compress_ratios has {sorted(set(ratios))}, and --kv-cache-dtype is "
+            f"{kv_type or 'auto'}; known here are {sorted(known)}, and {', '.join(types)}; a "
+            "server's log says what the store keeps a token"
+        )
+    window, head = (
+        count_of(config, where, "sliding_window"), count_of(config, where, "index_head_dim")
+    )  # fmt: skip
+    if sources:
+        is_nvfp4 = kv_type == "nvfp4_ds_mla"
+        pages = list(deepseek_v41(ratios, sources, window, head, is_nvfp4=is_nvfp4))
+    else:
+        pages = list(deepseek_v4(ratios, window, head))
+    kinds = Counter(
+        LayerKind(page.reach, page.reach_tokens, page.num_bytes, page.block_tokens)
+        for page in pages
+        if not page.is_scratch
+    )
+    packed = PackedShape.of(pages, chunk_tokens)
+    return KvShape(kinds, packed.geometry, packed)
 
 
 def _kinds(

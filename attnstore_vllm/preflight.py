@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import importlib.metadata
+import logging
 import os
 import platform
 import resource
@@ -35,8 +36,11 @@ from attnstore_vllm.own_files import (
     open_own,
 )
 from attnstore_vllm.plain_text import printable
+from attnstore_vllm.tiers.nvme.node_disk import FILE_NAME as NODE_NAME
 from attnstore_vllm.transfer import region
 from attnstore_vllm.transfer.cuda_kernels import native_module
+
+logger = logging.getLogger(__name__)
 
 SHM_DIR = Path("/dev/shm")
 LOCK_NAME = "lock"
@@ -344,9 +348,8 @@ def _check_disk(config: StoreConfig, parts: Sequence[NvmeConfig]) -> None:
     asked = sum(part.capacity_bytes for part in parts)
     stat = os.statvfs(_nearest(parts[0].path))
     free = stat.f_bavail * stat.f_frsize
-    held = sum(
-        slab.stat().st_blocks * 512 for part in parts if (slab := part.path / SLAB_NAME).is_file()
-    )
+    files = [part.path / name for part in parts for name in (SLAB_NAME, NODE_NAME)]
+    held = sum(file.stat().st_blocks * 512 for file in files if file.is_file())
     if free + held < asked and stat.f_blocks == 0:
         raise MachineError(
             f"nvme.path is {str(paths[0])!r}, whose file system does not say its size; name a "
@@ -375,6 +378,18 @@ def machine_errors(directory: Path) -> Iterator[None]:
             f"nvme.path is {str(directory)!r}, where the machine fails: {error}; check the disk, "
             "or name a directory of another one"
         ) from error
+
+
+def remove_file_of_other_part(file: Path) -> None:
+    """Remove a slab, or a NODE_NAME, of when this machine had another part in an engine. Both
+    together take more than the capacity. The caller holds the directory's lock. Raises OSError."""
+    if os.path.lexists(file):
+        logger.warning(
+            "%s is removed: this machine is %s of an engine now, and its NVMe tier begins empty",
+            file,
+            "another node" if file.name == SLAB_NAME else "the first node",
+        )
+        file.unlink()
 
 
 def _lock(directory: Path, fd: int) -> None:

@@ -49,7 +49,10 @@ def pictures() -> dict[str, tuple[str, Draw]]:
     }
     for name, experiment in read_all().items():
         stem = f"results/experiments/{name}"
-        if (ROOT / f"{stem}.json").exists():
+        file = ROOT / f"{stem}.json"
+        if file.exists() and experiment_picture.says_something(
+            experiment, json.loads(file.read_text(encoding="utf-8"))
+        ):
             found[f"{stem}.svg"] = f"{stem}.json", partial(experiment_picture.plot, experiment)
     return found
 

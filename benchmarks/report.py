@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from attnstore_lab.bench.environment import machine
 from benchmarks.data import is_papers
-from benchmarks.experiments.picture import plot
+from benchmarks.experiments.picture import plot, says_something
 from benchmarks.experiments.spec import Experiment, Goal, Metric, read_all
 from tools.wrap_pages import wrapped
 
@@ -91,7 +91,9 @@ def _section(
         yield f"\nNot run: {name}: {why.splitlines()[0]}"
     if experiment.notes:
         yield f"\n{experiment.notes.strip()}"
-    yield f"\n![{experiment.question}]({pictures}/{experiment.name}.svg)\n"
+    if says_something(experiment, result):
+        yield f"\n![{experiment.question}]({pictures}/{experiment.name}.svg)"
+    yield ""
 
 
 def ending(experiment: Experiment, result: Mapping[str, Any]) -> Iterator[str]:
@@ -205,8 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.pictures:
         for name, experiment in experiments.items():
             file = args.results / f"{name}.json"
-            if file.exists():
-                plot(experiment, json.loads(file.read_text()), file.with_suffix(".svg"))
+            result = json.loads(file.read_text()) if file.exists() else None
+            if result is not None and says_something(experiment, result):
+                plot(experiment, result, file.with_suffix(".svg"))
     pictures = os.path.relpath(args.results, args.out.parent)
     args.out.write_text(render(experiments, args.results, pictures), encoding="utf-8")
     print(f"written: {args.out}", file=sys.stderr)

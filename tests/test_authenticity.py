@@ -25,6 +25,7 @@ WHY = {
     "tiers/nvme/format.py": "headers of the slab: a file in this engine's own directory",
     "tiers/nvme/recovery.py": "the same",
     "cli/slab_file.py": "the same, for `attnstore verify` and its like",
+    "cli/node_file.py": "the same, of another node (tiers/nvme/node_disk.py)",
     "tiers/peers/owner.py": "of this engine's own pool",
     "tiers/peers/peers_io.py": "siblings' pools: socket, peer and files are of our user (wire.py)",
     "tiers/shared/secret.py": "where there is no secret, as a warning says; else BLAKE3 has a key",

@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from html import unescape
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +54,19 @@ def stage() -> None:
 _STARTS = re.compile(r"(\||- |\d+\. )")
 _CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+_ROW = re.compile(r"<tr>\s*<td>\s*<code>.*?</tr>", re.DOTALL)
+_LABELS = re.compile(r"\{[^{}]*\}(?=</code>)")
+_ANCHOR = re.compile(r'\bid="([^"]+)"')
 _JOINT = re.compile(r"(?<=[_.:/,{(=])(?=\w)|(?<=[a-z])(?=[A-Z][a-z])")
 
 
-BOOSTS = {"runbook.md": 4, "configuration.md": 2, "operations.md": 2}
+ANCHOR_LETTERS = 60
+BOOSTS = {"runbook.md": 4, "configuration.md": 6, "operations.md": 2, "compared.md": 2}
 """Pages that explain each name: a search for one finds them before those that only use it."""
+NAMES = ("runbook.md", "hints.md", "gpu.md", "getting-started-cpu.md")
+"""Pages whose tables begin rows with what a reader looks for: metrics, causes, lines of the log."""
+LINES = 0.01
+"""Lines of the log have many common words: their rows are found behind names, before text."""
 INTERNALS = 0.25
 """What readers of the code read, as mkdocs.yml has it: found behind what users read."""
 
@@ -68,13 +78,56 @@ def on_page_markdown(_: str, page: Any, **__: object) -> None:
     page.meta["search"] = {"boost": boost}
 
 
-def on_page_content(html: str, **_: object) -> str:
-    """Let names in tables break at their joints, where a column is narrow. MkDocs calls it."""
+def on_page_content(html: str, page: Any = None, **_: object) -> str:
+    """Let names in tables break at their joints, where a column is narrow, and rows of NAMES be
+    found. MkDocs calls it."""
 
     def code(found: re.Match[str]) -> str:
         return f"<code>{_JOINT.sub('<wbr>', found[1])}</code>"
 
+    if page is not None and page.file.src_uri in NAMES:
+        html, page.meta["rows"] = rows(html, page.url)
     return _CELL.sub(lambda cell: _CODE.sub(code, cell[0]), html)
+
+
+def on_post_page(_: str, page: Any, config: Any) -> None:
+    """Add those rows to the search, behind the page, which they are parts of. MkDocs calls it."""
+    index = config.plugins["material/search"].search_index
+    boost = page.meta["search"]["boost"]
+    for row in page.meta.get("rows", ()):
+        is_line = " " in row["title"].replace(", ", ",")
+        index.entries.append(row | {"boost": boost * LINES if is_line else boost})
+
+
+def rows(html: str, url: str) -> tuple[str, list[dict[str, str]]]:
+    """Give each row of a table that begins with a name an anchor, and the search an entry of it.
+
+    The search knows sections alone, by their headings: of a row's name it found any long section
+    that has one of its words.
+    """
+    entries, taken = [], set(_ANCHOR.findall(html))
+
+    def row(found: re.Match[str]) -> str:
+        name = unescape(re.sub(r"<[^>]+>", "", _CODE.search(found[0])[1]))  # type: ignore[index]
+        anchor = re.sub(r"\W+", "-", name).strip("-").lower()[:ANCHOR_LETTERS]
+        anchor = next(
+            a for n in count(1) if (a := anchor if n == 1 else f"{anchor}-{n}") not in taken
+        )
+        taken.add(anchor)
+        cells = [
+            re.sub(r"</?(?:a|strong|em|td)\b[^>]*>", "", cell) for cell in _CELL.findall(found[0])
+        ]
+        text = "".join(f"<p>{cell.strip()}</p>" for cell in cells[1:] if cell.strip())
+        entries.append(
+            {
+                "location": f"{url}#{anchor}",
+                "title": _LABELS.sub("", cells[0]).strip(),
+                "text": text,
+            }
+        )
+        return found[0].replace("<tr>", f'<tr id="{anchor}">', 1)
+
+    return _ROW.sub(row, html), entries
 
 
 def spaced(lines: list[str]) -> Iterator[str]:

@@ -43,7 +43,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([option.as_json() for option in options]))
     else:
-        if len(model.shape.geometry.groups) > 1:
+        if len(model.shape.geometry.groups) > 1 or model.shape.packed is not None:
             size_plan.show_model(model)
         size_plan.show(trace, options)
     return EXIT_OK

@@ -200,14 +200,30 @@ def show(
         print(f"More servers: --hosts. {LESS_LOAD}")
 
 
+def _message(runs: Sequence[Mapping[str, Any]]) -> str:
+    """What a shared tier is worth where it is worth most: at the most hosts, by the router."""
+    hosts = max((run["hosts"] for run in runs), default=0)
+    share: dict[str, dict[bool, float]] = {}
+    for run in runs:
+        if run["hosts"] == hosts:
+            share.setdefault(run["router"], {})[bool(run["shared"])] = run["hit_tokens_share"]
+    both = {router: of[True] - of[False] for router, of in share.items() if len(of) > 1}
+    if not both:
+        return "Prompt tokens found by number of hosts"
+    router = max(both, key=both.__getitem__)
+    alone, shared = (100 * share[router][is_shared] for is_shared in (False, True))
+    return (
+        f"At {hosts} hosts {router} finds {alone:.0f} % of prompt tokens, "
+        f"and {shared:.0f} % with the shared tier"
+    )
+
+
 def plot(found: Mapping[str, Any], path: Path) -> None:
     """What is found by number of hosts, of as_json(). simulate.check_plot() has said that it can be
     written."""
     runs = [run for run in found["runs"] if "cannot_serve_after_s" not in run]
-    figure, ((axes,),) = palette.figure(
-        (9, 4.5), f"Prompt tokens found by number of hosts (simulated)\n{found['trace']}"
-    )
-    colors = palette.colors(run["router"] for run in runs)
+    figure, ((axes,),) = palette.figure((9, 4.5), _message(runs))
+    colors = palette.colors([palette.OURS, *(run["router"] for run in runs)])
     for router, shared in dict.fromkeys((run["router"], run["shared"]) for run in runs):
         mine = [run for run in runs if (run["router"], run["shared"]) == (router, shared)]
         axes.plot(
@@ -218,7 +234,9 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
             marker=palette.MARKS[list(colors).index(router) % len(palette.MARKS)],
             label=router + (f", {shared / 1e12:g} TB shared" if shared else ""),
         )
-    axes.set(xscale="log", xlabel="hosts", ylabel="prompt tokens found, %")
+    axes.set(
+        xscale="log", xlabel=f"hosts (simulated: {found['trace']})", ylabel="prompt tokens found, %"
+    )
     axes.set_ylim(bottom=0)
     ticks = sorted({run["hosts"] for run in runs})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -199,7 +199,8 @@ def shrunk(
 
 
 def show_model(model: Conversation) -> None:
-    """Print what a model with several groups keeps: of others it goes without saying."""
+    """Print what a model keeps that has several groups, or packed pages: of others it goes without
+    saying."""
     told = model.as_json()
     for reach, num_bytes in told["kv_bytes_per_token"].items():
         if num_bytes:
@@ -208,7 +209,7 @@ def show_model(model: Conversation) -> None:
         print(f"states: {format_size(told['state_bytes'])} in all layers")
     records = ", ".join(f"{n} {kind}" for kind, n in told["conversation_records"].items())
     print(
-        f"{told['groups']}; records of {format_size(told['record_bytes'])}, for "
+        f"{told['groups'] or 'one group'}; records of {format_size(told['record_bytes'])}, for "
         f"{told['chunk_tokens']} tokens or a state\n"
         f"a conversation of {told['conversation_tokens']:,} tokens: "
         f"{format_size(told['conversation_bytes'])} ({records}), at most twice the sections and "

@@ -141,6 +141,7 @@ def open_scheduler(
     )
     engine = EngineFacts(
         needs=tuple(machine.shape.needs()) if machine.shape is not None else (),
+        hit_tokens=geometry.hit_tokens,
         step_tokens=machine.max_num_batched_tokens,
         has_prefix_cache=machine.prefix_cache,
     )

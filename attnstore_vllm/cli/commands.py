@@ -154,10 +154,14 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     namespaces = inspect.inspect(args.directory)
+    nodes = inspect.inspect_nodes(args.directory)
     if args.json:
-        print(json.dumps(inspect.as_json(namespaces)))
+        print(json.dumps([*inspect.as_json(namespaces), *nodes]))
     else:
+        if not namespaces and not any(node["records"] for node in nodes):
+            print("nothing is stored")
         inspect.show(namespaces)
+        inspect.show_nodes(nodes)
         inspect.show_audits(args.directory)
     return EXIT_OK
 
@@ -227,6 +231,8 @@ def _gc(args: argparse.Namespace) -> int:
     if args.directory is None:
         raise ConfigError("expected DIR, a server's nvme.path, or --shared FILE; found neither")
     report = gc.collect(args.directory, rules, is_dry=not args.yes)
+    for words in report.nodes:
+        print(words, file=sys.stderr)
     if args.json:
         print(json.dumps(report.as_json()))
     else:

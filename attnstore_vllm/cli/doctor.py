@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from attnstore_vllm import _native, preflight
 from attnstore_vllm.cli.settings_file import read_settings
-from attnstore_vllm.cli.slab_file import opened, slab_files
+from attnstore_vllm.cli.slab_file import opened, stored_files
 from attnstore_vllm.cli.speeds import FILE_BYTES, disk_speed, memory_speed
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import format_size
@@ -204,7 +204,7 @@ def _audit(config: StoreConfig) -> Iterator[Check]:
         yield Check("audit", "ok", f"one hit in {every:.0f}, up to {cap:,.0f} tokens a second")
     for path in config.nvme.paths:
         try:
-            folders = [file.parent for file in slab_files(path)]
+            folders = [file.parent for file in stored_files(path)[0]]
             marks = [mark for folder in folders for mark in stops(folder)]
             files = [file for folder in folders for file, _ in kept(folder)]
         except ConfigError:
@@ -317,13 +317,15 @@ def _warnings() -> Iterator[list[str]]:
 
 def _content(directory: Path) -> Iterator[Check]:
     try:
-        files = slab_files(directory)
+        files, nodes = stored_files(directory)
     except ConfigError:
         yield Check("content", "note", f"{directory} holds no stored KV")
         return
     except OSError as error:
         yield Check("content", "warn", f"{directory} cannot be read: {error}")
         return
+    for path in nodes:
+        yield Check("content", "note", f"{path}: of a node that is not the first")
     for path in files:
         try:
             with opened(path) as slab:
@@ -349,7 +351,8 @@ def _tokens(model: Path, config: StoreConfig) -> Check:
     except (OSError, ValueError, AttnStoreError) as error:
         return Check("model", "warn", f"its KV cannot be told from its config.json: {error}")
     geometry = shape.geometry
-    if config.dram_codec != NONE and "bfloat16" in (read.get("dtype"), read.get("torch_dtype")):
+    is_bfloat16 = "bfloat16" in (read.get("dtype"), read.get("torch_dtype"))
+    if config.dram_codec != NONE and is_bfloat16 and shape.packed is None:  # those are of bytes
         geometry = replace(geometry, is_encoded=True)
     slot, chunk = geometry.slot_bytes, geometry.chunk_tokens
     dram, nvme = (size // slot * chunk for size in (config.dram_bytes, config.nvme.capacity_bytes))

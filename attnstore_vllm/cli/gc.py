@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, slab_files
+from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, stored_files
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import tenant_hash
@@ -92,6 +92,8 @@ class Report:
     is_done: bool
     freed_bytes: int = 0
     """That the file system has back."""
+    nodes: list[str] = field(default_factory=list)
+    """Words on the files that nothing goes from."""
 
     @property
     def records(self) -> int:
@@ -146,7 +148,9 @@ def collect(directory: Path, rules: Rules, *, is_dry: bool) -> Report:
     Raises: ConfigError, also for a namespace or tenant that is not there, and where a running
         server owns the directory that is to be changed; OSError.
     """
-    paths = slab_files(directory)
+    paths, nodes = stored_files(directory)
+    if not paths:
+        raise ConfigError(_of_a_node(nodes[0]))
     with ExitStack() as stack:
         if not is_dry:
             for path in paths:
@@ -163,7 +167,7 @@ def collect(directory: Path, rules: Rules, *, is_dry: bool) -> Report:
                 part = parts[segment.header.namespace, record.tenant]
                 part.records += 1
                 part.bytes += segment.header.record_bytes
-        report = Report(list(parts.values()), is_done=not is_dry)
+        report = Report(list(parts.values()), not is_dry, nodes=[_of_a_node(n) for n in nodes])
         if not is_dry:
             for slab, file in zip(slabs, found, strict=True):
                 before = slab.allocated_bytes
@@ -185,6 +189,15 @@ def show(report: Report) -> None:
         print(f"{what} are gone, {format_size(report.freed_bytes)} of the disk are free")
     else:
         print(f"{what} would go; nothing was changed. --yes deletes them")
+
+
+def _of_a_node(path: Path) -> str:
+    return (
+        f"{path} is of a node that is not the first: its records say neither model, tenant nor "
+        "age, so none is deleted. What the first node's directory has lost is never read here "
+        "again. To delete the bytes too, stop the server and delete this file: its KV is computed "
+        "again"
+    )
 
 
 # ---- what goes -----------------------------------------------------------------------------

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnstore_vllm.cli.slab_file import RecordState, opened, slab_files
+from attnstore_vllm.cli.node_file import opened_node
+from attnstore_vllm.cli.slab_file import RecordState, opened, stored_files
 from attnstore_vllm.cli.stored_groups import UNKNOWN, GroupFigures, StoredName, by_group
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.index.sections import Reach
@@ -57,7 +59,7 @@ class Namespace:
 def inspect(directory: Path) -> list[Namespace]:
     """Newest namespace first. Raises: ConfigError, OSError."""
     found: dict[tuple[Path, bytes], Namespace] = {}
-    for path in slab_files(directory):
+    for path in stored_files(directory)[0]:
         with opened(path) as slab:
             for _, segment in slab.segments():
                 if not isinstance(segment, SegmentHeader):
@@ -149,9 +151,43 @@ def _by_length(lengths: list[int]) -> dict[str, int]:
     return groups
 
 
+def inspect_nodes(directory: Path) -> list[dict[str, Any]]:
+    """The figures of each file of a node that is not the first. Raises: ConfigError, OSError."""
+    found = []
+    for path in stored_files(directory)[1]:
+        with opened_node(path) as node:
+            records = Counter(record.state for record in node.records(payloads=False))
+            number = records.total() - records[RecordState.FREE]
+            found.append(
+                {
+                    "node_file": str(path),
+                    "record_bytes": node.record_bytes,
+                    "places": node.num_places,
+                    "records": number,
+                    "bytes": number * node.record_bytes,
+                    "bad_headers": records[RecordState.BAD],
+                }
+            )
+    return found
+
+
+def show_nodes(nodes: list[dict[str, Any]]) -> None:
+    for n in nodes:
+        print(f"{n['node_file']}: of a node that is not the first")
+        if not n["record_bytes"]:
+            print("  it has no whole record, which would tell their size")
+            continue
+        print(
+            f"  {quantity(n['records'], 'record')} in {quantity(n['places'], 'place')} of "
+            f"{format_size(n['record_bytes'])}, {format_size(n['bytes'])}; what they belong to, "
+            "the first node's directory says"
+        )
+        if n["bad_headers"]:
+            damaged = quantity(n["bad_headers"], "damaged header")
+            print(f"  {damaged}; `attnstore verify` says more")
+
+
 def show(namespaces: list[Namespace]) -> None:
-    if not namespaces:
-        print("nothing is stored")
     for n in as_json(namespaces):
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(n["last_used"]))
         print(f"{n['namespace'][:16]}  {n['label']}")
@@ -177,7 +213,7 @@ def show(namespaces: list[Namespace]) -> None:
 def show_audits(directory: Path) -> None:
     """The files that audits of this directory's engines have left (tiers/nvme/aside.py). Raises:
     OSError."""
-    for path in slab_files(directory):
+    for path in stored_files(directory)[0]:
         for mark in stops(path.parent):
             print(f"not served: {mark} is there. Remove it to serve that namespace again")
         for file, head in kept(path.parent):

@@ -28,6 +28,7 @@ from attnstore_vllm.tiers.nvme.format import (
     Root,
     SegmentHeader,
 )
+from attnstore_vllm.tiers.nvme.node_disk import FILE_NAME
 
 ATTEMPTS = 3
 """Reads of a record that looks wrong: a running server may just be writing it."""
@@ -54,36 +55,72 @@ class Record:
     """The field that is wrong, of a BAD record."""
 
 
-def slab_files(directory: Path) -> list[Path]:
-    """The slab files of an nvme.path: its own, or those of its data-parallel engines.
+def stored_files(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The slab files of an nvme.path, its own and those of its data-parallel engines; and the files
+    of a node that is not the first (node_file.py).
 
     Raises: ConfigError if there is none.
     """
-    engines = [path for path in directory.glob(f"dp*/{SLAB_NAME}") if _is_engine(path.parent.name)]
-    here = [directory / SLAB_NAME, *sorted(engines)]
-    found = [path for path in here if path.is_file() and not path.is_symlink()]
-    if not found:
+    slabs, nodes = (_files(directory, name) for name in (SLAB_NAME, FILE_NAME))
+    if not slabs and not nodes:
         raise ConfigError(
             f"{directory} has no {SLAB_NAME} file (nor dp*/{SLAB_NAME}); give the directory "
             "that nvme.path of the server's settings names"
         )
-    return found
+    return slabs, nodes
+
+
+def _files(directory: Path, name: str) -> list[Path]:
+    engines = [path for path in directory.glob(f"dp*/{name}") if _is_engine(path.parent.name)]
+    here = [directory / name, *sorted(engines)]
+    return [path for path in here if path.is_file() and not path.is_symlink()]
 
 
 def _is_engine(name: str) -> bool:
     return re.fullmatch(r"dp[0-9]{1,6}", name) is not None
 
 
-class SlabFile:
-    """An open slab file. Raises ConfigError if it is not one of this version.
-
-    It may be anything: no number in it is followed beyond the file's own bytes. Where nothing was
-    ever written it has holes, which are not read.
-    """
+class File:
+    """An open file that may have holes, where nothing was ever written. They are not read."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
+
+    def _next_data(self, first: int, step: int, number: int) -> int:
+        """The number, from this one on, of the first of many equal places which has bytes on the
+        disk; beyond all places if there is none."""
+        at = first + number * step
+        try:
+            found = os.lseek(self.fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no data behind this
+                return 1 << 63
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return max(number, (found - first) // step)
+
+    def _read_at(self, num_bytes: int, offset: int) -> bytes:
+        """Zeros in place of what is behind the file's end. Raises: OSError, with the path."""
+        data = b""
+        try:
+            while len(data) < num_bytes:  # the kernel gives 2 GiB at a time
+                more = os.pread(self.fd, num_bytes - len(data), offset + len(data))
+                if not more:
+                    return data.ljust(num_bytes, b"\0")
+                data = data + more if data else more
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return data
+
+
+class SlabFile(File):
+    """An open slab file. Raises ConfigError if it is not one of this version.
+
+    It may be anything: no number in it is followed beyond the file's own bytes.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
         try:
             raw = self._read_at(PAGE_BYTES, 0)
             self.segment_bytes = Root.decode(raw, f"{path}, root").segment_bytes
@@ -141,31 +178,6 @@ class SlabFile:
             yield record
             i += 1
 
-    def _next_data(self, first: int, step: int, number: int) -> int:
-        """The number, from this one on, of the first of many equal places which has bytes on the
-        disk; beyond all places if there is none."""
-        at = first + number * step
-        try:
-            found = os.lseek(self.fd, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # no data behind this
-                return 1 << 63
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        return max(number, (found - first) // step)
-
-    def _read_at(self, num_bytes: int, offset: int) -> bytes:
-        """Zeros in place of what is behind the file's end. Raises: OSError, with the path."""
-        data = b""
-        try:
-            while len(data) < num_bytes:  # the kernel gives 2 GiB at a time
-                more = os.pread(self.fd, num_bytes - len(data), offset + len(data))
-                if not more:
-                    return data.ljust(num_bytes, b"\0")
-                data = data + more if data else more
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        return data
-
     def _read(self, segment: SegmentHeader, number: int, offset: int, payloads: bool) -> Record:
         size = segment.header_bytes
         raw = self._read_at(size, offset)
@@ -209,12 +221,19 @@ def _is_decoded(header: Header, payload: bytes) -> bool:
 @contextmanager
 def opened(path: Path, *, writable: bool = False) -> Iterator[SlabFile]:
     """Raises: ConfigError, also where the file cannot be opened."""
+    with opened_fd(path, writable=writable) as fd:
+        yield SlabFile(path, fd)
+
+
+@contextmanager
+def opened_fd(path: Path, *, writable: bool = False) -> Iterator[int]:
+    """Raises: ConfigError where the file cannot be opened."""
     try:
         fd = open_own(path, os.O_RDWR) if writable else open_regular(path, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"{path} cannot be opened: {error}") from error
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NOREUSE)
-        yield SlabFile(path, fd)
+        yield fd
     finally:
         os.close(fd)

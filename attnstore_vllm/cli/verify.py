@@ -15,7 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, slab_files
+from attnstore_vllm.cli.node_file import NodeFile, opened_node
+from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, stored_files
 from attnstore_vllm.config.values import format_size
 
 SHOWN_MAX = 20
@@ -38,7 +39,8 @@ class Verdict:
 def verify(directory: Path, *, quiet: bool = False) -> Verdict:
     """Read everything. Raises: ConfigError if there is nothing to read, OSError."""
     verdict = Verdict()
-    for path in slab_files(directory):
+    slabs, nodes = stored_files(directory)
+    for path in slabs:
         with opened(path) as slab:
             bar = tqdm(
                 total=slab.num_segments * slab.segment_bytes,
@@ -54,7 +56,22 @@ def verify(directory: Path, *, quiet: bool = False) -> Verdict:
                     else:
                         _verify_segment(slab, segment, verdict)
                     bar.update((number + 1) * slab.segment_bytes - bar.n)
+    for path in nodes:
+        with opened_node(path) as node:
+            _verify_node(node, verdict)
     return verdict
+
+
+def _verify_node(node: NodeFile, verdict: Verdict) -> None:
+    """By their own checksums. Whether they are those of the first node's records, a read says."""
+    verdict.free += node.num_places
+    for record in node.records(payloads=True):
+        verdict.free -= node.num_places > 0 and record.state is not RecordState.FREE
+        if record.state is RecordState.GOOD:
+            verdict.good += 1
+            verdict.read_bytes += node.record_bytes
+        elif record.state is RecordState.BAD:
+            verdict.add_bad(record.cause, f"{node.path}, record at byte {record.offset}")
 
 
 def _verify_segment(slab: SlabFile, segment: Any, verdict: Verdict) -> None:

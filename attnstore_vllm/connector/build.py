@@ -83,7 +83,12 @@ from attnstore_vllm.io.device import Device
 from attnstore_vllm.io.disk_node import warn_if_far
 from attnstore_vllm.parent_watch import end_with_parent, parent_pid
 from attnstore_vllm.policy.cost import default_write_buffer_bytes
-from attnstore_vllm.preflight import SLAB_NAME, lock_directory, machine_errors
+from attnstore_vllm.preflight import (
+    SLAB_NAME,
+    lock_directory,
+    machine_errors,
+    remove_file_of_other_part,
+)
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.scheduler import Scheduler
@@ -91,6 +96,7 @@ from attnstore_vllm.scheduler.start_log import start_lines
 from attnstore_vllm.store.lookup import strategy_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
+from attnstore_vllm.tiers.nvme.node_disk import FILE_NAME as NODE_NAME
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab, open_slab
 from attnstore_vllm.tiers.nvme.spread_io import SpreadIo
@@ -456,6 +462,7 @@ def _open_slab(
     )
     region = (pool.address, pool.num_slots * pool.slot_bytes)
     with machine_errors(config.nvme.path):
+        remove_file_of_other_part(config.nvme.path / NODE_NAME)
         slab = open_slab(config.nvme.path / SLAB_NAME, config.nvme.capacity_bytes, shape)
         device, kind = open_device(slab.path, DEVICE_DEPTH, config.nvme.io, [region])
     needs = needs_of(geometry)

@@ -26,7 +26,12 @@ from attnstore_vllm.identity.weight_files import Digest
 from attnstore_vllm.identity.weights import identify
 from attnstore_vllm.parent_watch import parent_pid
 from attnstore_vllm.plugin import over_nodes
-from attnstore_vllm.preflight import lock_directory
+from attnstore_vllm.preflight import (
+    SLAB_NAME,
+    lock_directory,
+    machine_errors,
+    remove_file_of_other_part,
+)
 from attnstore_vllm.tiers.nvme.node_disk import NodeDisk
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import REFUSAL, SharedPool
@@ -79,6 +84,8 @@ class NodeStore:
     ) -> None:
         nvme = config.nvme
         self._lock = lock_directory(nvme.path, parent_pid())
+        with machine_errors(nvme.path):
+            remove_file_of_other_part(nvme.path / SLAB_NAME)
         look, found = identify(vllm_config, [own_files], nvme.path)
         self._digest = found
         self.name = fingerprint(vllm_config, geometry, [], vllm.__version__, look).hex()

@@ -173,13 +173,14 @@ class OpenPlans:
         self._open[plan.plan_id] = found
         return found
 
-    def take_plan(self) -> StepPlan:
-        """The plan for the workers in this step."""
+    def take_plan(self, number: int) -> StepPlan:
+        """The plan for the workers in the step of this number."""
         plan, self._plan = self._plan, StepPlan()
+        plan.number = number
         plan.saves += chain.from_iterable(self._new_saves.values())
         self._new_saves.clear()
         if self.nodes is not None:
-            plan.orders = self.nodes.take_orders()
+            plan.orders = self.nodes.take_orders(number)
         return plan
 
     # ---- requests ----------------------------------------------------------------------
@@ -261,7 +262,7 @@ class OpenPlans:
         saved: list[Chunk] = []
         num_given_up = 0
         if self.nodes is not None:
-            self.nodes.on_results(report.results)
+            self.nodes.on_results(report.results, report.number)
         for plan_id, num_ranks in report.ranks.items():
             found = self._open[plan_id]
             found.ranks_left -= num_ranks

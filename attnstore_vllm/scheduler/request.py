@@ -7,7 +7,7 @@ It is long since each part of a request's way has its record here, and one owner
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -215,6 +215,8 @@ class RequestState:
     """Its use of the store; set when it has come."""
     unseen: Run | None = None
     """Its run, of what it saves while it has no visit."""
+    ends_sooner: bool = False
+    """A later input has shortened its ttl since it has these."""
     adapter: bytes | None = None
     """The adapter that its KV is computed with (adapters.py). None: not known yet."""
     asked: Asked | None = None
@@ -300,9 +302,22 @@ class RequestState:
         if request.resumable:
             if self._has_changed():
                 return 0
-            self.stores = self.stores and _says_store(request)
+            self._hear(request)
         known = self.media.known_tokens() if request.mm_features else ALL_TOKENS
         return min(known // self.chunk_tokens * self.chunk_tokens, self.most_tokens)
+
+    def _hear(self, request: Request) -> None:
+        """Take what a session's last input says: vLLM keeps the hints of the first. What follows an
+        input tells of it: so `store: false` holds for all that comes, and so does a shorter ttl."""
+        sampling, terms = request.sampling_params, self.hints.terms
+        extra = sampling.extra_args if sampling is not None else None
+        said = _LATER.read((extra or {}).get("kv_transfer_params"))
+        self.stores = self.stores and said.store
+        ttl_s = said.terms.ttl_s
+        if ttl_s is not None and (terms.ttl_s is None or ttl_s < terms.ttl_s):
+            pin_s = None if terms.pin_s is None else min(terms.pin_s, ttl_s)
+            self.hints = replace(self.hints, terms=replace(terms, ttl_s=ttl_s, pin_s=pin_s))
+            self.ends_sooner = True
 
     def _has_changed(self) -> bool:
         """Whether a session's input has made another one of it."""
@@ -440,13 +455,8 @@ def bypasses(request: Request) -> bool:
     )
 
 
-def _says_store(request: Request) -> bool:
-    """Whether a session's last input may be stored; vLLM keeps the hints of the first."""
-    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-    return _STORE.read((extra or {}).get("kv_transfer_params")).store
-
-
-_STORE = HintReader()
+_LATER = HintReader()
+"""For what counts of a session's later inputs."""
 
 
 def make_state(

@@ -474,6 +474,11 @@ class Saving:
 
     def _runs(self, req: RequestState, first: int, count: int) -> list[Run]:
         """The runs of so many of its chunks, from number `first` on."""
+        if req.ends_sooner:
+            req.ends_sooner, req.unseen = False, self._store.unseen_run(req.hints.terms)
+            if req.visit is not None:
+                own = replace(req.visit.own, lease=req.unseen.lease)
+                req.visit = replace(req.visit, own=own)
         if req.visit is not None:
             return req.visit.runs_of(first, first + count)
         if req.unseen is None:  # it began without a look-up, and has its ttl all the same

@@ -310,6 +310,9 @@ class Scheduler:
         Args:
             local: tokens that are in HBM already.
         """
+        audit = self.store.audit
+        if audit is not None and audit.take_reset():
+            self._watch.doubt()
         if self._watch.must_wait():
             return Cause.RESET_UNCHECKED, True
         if self.store.is_distrusted:
@@ -386,10 +389,9 @@ class Scheduler:
             self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
         passes = self.documents.plan(output.total_num_scheduled_tokens)
-        plan = self.plans.take_plan()
+        plan = self.plans.take_plan(self.costs.times.planned(output, passes))
         plan.passes = passes
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
-        plan.number = self.costs.times.planned(output, passes)
         self.first_tokens.planned(plan.number)
         if self._watch.is_wanted:
             self._watch.add_to(plan, self.store.num_named)

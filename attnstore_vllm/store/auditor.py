@@ -84,6 +84,8 @@ class Auditor:
         self.reset: Callable[[], object] = lambda: None
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
         thread."""
+        self.was_reset = False
+        """It has, and workers have not been asked to look at the weights since."""
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace
@@ -127,6 +129,13 @@ class Auditor:
                 "serves it uncompared (docs/audit.md)",
                 tier,
             )
+
+    def take_reset(self) -> bool:
+        """Whether this has begun a reset since the last call. On the scheduler's thread."""
+        if not self.was_reset:
+            return False
+        self.was_reset = False
+        return True
 
     def begin(
         self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.store.auditor import Auditor
@@ -54,7 +55,7 @@ class StoreThread:
         self._learn = learn
         self._audit = audit
         if audit is not None:
-            audit.reset = self.reset
+            audit.reset = partial(self._reset_for, audit)
         self.tiers = tiers
         self.reader = context.reader = Reader(context, tiers)
         rate = daily_writes / 86_400 if daily_writes is not None else None
@@ -141,6 +142,10 @@ class StoreThread:
             tier.submit()
         self.wake()
         return resets
+
+    def _reset_for(self, audit: Auditor) -> None:
+        self.reset()
+        audit.was_reset = True  # after it: a look of before would say nothing
 
     def wait_for(self, resets: Sequence[Reset], timeout_s: float) -> bool:
         """Locked. Wait until these are over, or the thread is; and whether they succeeded."""

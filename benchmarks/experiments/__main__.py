@@ -22,7 +22,7 @@ from typing import Any, Final
 from attnstore_lab.bench.environment import machine
 from attnstore_vllm.errors import AttnStoreError
 from benchmarks.experiments import scripted, served, simulated
-from benchmarks.experiments.picture import plot
+from benchmarks.experiments.picture import plot, says_something
 from benchmarks.experiments.spec import Experiment, Kind, SpecError, read_all
 from benchmarks.placement import DATASETS
 from benchmarks.quick import RESULTS, destination
@@ -109,7 +109,8 @@ def _run(experiment: Experiment, data: Path, args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{experiment.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    plot(experiment, result, path.with_suffix(".svg"))
+    if says_something(experiment, result):
+        plot(experiment, result, path.with_suffix(".svg"))
     print("\n".join(ending(experiment, result)))
     print(f"{experiment.name}: {path}", file=sys.stderr)
 

@@ -24,14 +24,25 @@ TITLE_LETTERS, LETTERS = 84, 96
 """Of a line that fits."""
 GROUPED: Final = re.compile(r"([\d.]+), ([\d.]+) (\S+)")
 """A point that varies two things: "0.5, 2 GB/s"."""
+SEEN: Final = 0.02
+"""Of the larger figure: bars that differ by less look the same, and the table says as much."""
 Values = Mapping[str, Sequence[float | None]]
+
+
+def says_something(experiment: Experiment, result: Mapping[str, Any]) -> bool:
+    """Systems differ at some point, or, where there is one, points do."""
+    metric = experiment.pictured
+    values = _values(metric, result["values"][metric.name])
+    of_points = list(zip(*values.values(), strict=True)) if len(values) > 1 else values.values()
+    found = [[v for v in of if v is not None] for of in of_points]
+    return any(max(of) - min(of) >= SEEN * max(of) > 0 for of in found if of)
 
 
 def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     """Draw `result`, of results/experiments/NAME.json. A system has one colour in all of them."""
     metric = experiment.pictured
     by_point = result["values"][metric.name]
-    title = "\n".join(textwrap.wrap(experiment.question, TITLE_LETTERS))
+    title = "\n".join(textwrap.wrap(_message(experiment, by_point), TITLE_LETTERS))
     said = _said(metric, result)
     points = list(by_point)
     grouped = [GROUPED.fullmatch(point) for point in points]
@@ -45,6 +56,15 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     else:
         figure = _bars(metric, by_point, title, said)
     palette.save(figure, path)
+
+
+def _message(experiment: Experiment, by_point: Mapping[str, Mapping[str, Any]]) -> str:
+    """What is seen, or what was asked: a quick run may lack a system that the message names."""
+    first = {name: _middle(value) for name, value in next(iter(by_point.values())).items()}
+    try:
+        return experiment.message.format_map(first) or experiment.question
+    except (KeyError, TypeError):
+        return experiment.question
 
 
 def _said(metric: Metric, result: Mapping[str, Any]) -> str:

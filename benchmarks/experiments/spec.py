@@ -86,7 +86,13 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One file."""
+    """One file.
+
+    Args:
+        picture: the metric that is drawn, if not the first.
+        message: the picture's title, with figures of its first point by system, as in
+            `{attnstore:.0f} ms`; else it is the question.
+    """
 
     name: str
     question: str
@@ -99,6 +105,7 @@ class Experiment:
     before: str = ""
     notes: str = ""
     picture: str = ""
+    message: str = ""
 
     @property
     def pictured(self) -> Metric:
@@ -141,6 +148,7 @@ def parse(name: str, given: Any) -> Experiment:
         "quick",
         "metrics",
         "picture",
+        "message",
         "before",
         "notes",
         *KINDS,
@@ -172,6 +180,7 @@ def parse(name: str, given: Any) -> Experiment:
         given.get("before", ""),
         given.get("notes", ""),
         given.get("picture", ""),
+        given.get("message", ""),
     )
 
 

@@ -73,6 +73,24 @@ FALCON_H1_34B = {
     "mamba_n_heads": 32, "mamba_d_head": 128, "mamba_n_groups": 2, "mamba_d_state": 256,
     "mamba_d_conv": 4, "mamba_expand": 2,
 }  # fmt: skip
+_V4 = {
+    "model_type": "deepseek_v4", "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128,
+    "sliding_window": 128,
+}  # fmt: skip
+DEEPSEEK_V4_FLASH = _V4 | {
+    "num_hidden_layers": 43, "compress_ratios": [0, 0, *20 * [4, 128], 4, 0],
+}  # fmt: skip
+DEEPSEEK_V4_PRO = _V4 | {
+    "num_hidden_layers": 61, "compress_ratios": [128, 128, *29 * [4, 128], 4, 0],
+}  # fmt: skip
+DEEPSEEK_V41 = {
+    "model_type": "deepseek_v41",
+    "text_config": _V4 | {
+        "model_type": "deepseek_v41_text", "num_hidden_layers": 40,
+        "compress_ratios": [0, 0, *18 * [2], *20 * [1], 0, 0, 0],
+        "kv_source_layer_ids": [2, 8, 14, 20],
+    },
+}  # fmt: skip
 GEMMA3_27B = {
     "model_type": "gemma3_text",
     "num_hidden_layers": 62,
@@ -138,6 +156,12 @@ def test_bytes_of_a_token() -> None:
         (GEMMA3_27B, 1.31, "groups: full/16" + 6 * " window:1024/16"),
         (GEMMA4_31B, 2.62, "groups: full/32" + 5 * " window:1024/16"),
         (LLAMA4_SCOUT, 0.79, "groups: full/16" + 3 * " local:8192/16"),
+        (
+            DEEPSEEK_V4_FLASH,
+            1.0,
+            "groups: full/256 window:128/64 window:128/64 window:8/4 window:128/8",
+        ),
+        (DEEPSEEK_V41, 0.46, ""),
         (QWEN3_NEXT, 13.37, "groups: full/544" + 3 * " state/544"),
         (QWEN3_NEXT | {"mamba_ssm_dtype": "float32"}, 25.95, FLOAT_STATES),
     ],
@@ -155,6 +179,26 @@ def test_a_conversation_of_gemma3() -> None:
     assert shape.record_bytes == 4096 + 256 * 10 * 2 * 16 * 128 * 2
     assert shape.conversation_bytes(10_000) == 70 * shape.record_bytes
     assert shape_of(QWEN3_NEXT, "c").records(10_000) == {"full": 19, "state": 3}
+
+
+def test_a_conversation_of_deepseek_v4() -> None:
+    """10,000 tokens. A slot has 17 blocks, which 16 of a chunk of 4,096 tokens nearly fill."""
+    shape = shape_of(DEEPSEEK_V4_FLASH, "c", chunk_tokens=4096)
+    assert shape.geometry.slot_bytes == -(-17 * shape.geometry.block_bytes // 4096) * 4096
+    # Of 4 groups of windows what the last 127 or 7 tokens lie in, which is one chunk.
+    assert shape.records(10_000) == {"full": 3, "window": 4}
+    # A block of latents has 64 and 2 of them, and 64 keys: each page a multiple of 576 bytes.
+    assert shape.token_bytes(Reach.FULL) == -(-(21 * (37_440 + 8_640) + 20 * 1_728) // 256)
+    # 40 blocks of latents; of windows 3 each, of compressors 3 and 17.
+    assert shape.held_bytes(10_000) == (40 + 2 * 3 + 3 + 17) * shape.geometry.block_bytes
+
+
+def test_what_deepseek_v41_computes_again_is_held_and_not_stored() -> None:
+    shape = shape_of(DEEPSEEK_V41, "c")
+    assert shape.records(10_000) == {"full": 40} and not shape.needs()
+    assert shape.token_bytes(Reach.WINDOW) == 0
+    # Two groups of windows in blocks of 32 tokens, and the rings.
+    assert shape.held_bytes(10_000) == (40 + 2 * 5 + 1) * shape.geometry.block_bytes
 
 
 @pytest.mark.parametrize(
@@ -175,6 +219,8 @@ def test_a_conversation_of_gemma3() -> None:
         (LLAMA_65B | {"mamba_d_state": 128}, "neither layer_types nor"),
         (DEEPSEEK_V3 | {"index_head_dim": 128, "model_type": "hy_v4"}, "sparse indexer"),
         (DEEPSEEK_V3 | {"compress_ratios": [0, 4, 128]}, "compressed latents"),
+        (DEEPSEEK_V4_FLASH | {"head_dim": 256}, r"heads have \[256, 64\]"),
+        (DEEPSEEK_V4_FLASH | {"compress_ratios": 43 * [8]}, r"compress_ratios has \[8\]"),
         (LLAMA_65B | {"sparse_attention_config": {"topk": 16}}, "sparse indexer"),
     ],
 )

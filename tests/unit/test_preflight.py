@@ -38,6 +38,7 @@ from attnstore_vllm.preflight import (
     problems,
     shared_memory,
 )
+from attnstore_vllm.tiers.nvme.node_disk import FILE_NAME
 from attnstore_vllm.transfer.region import PREFIX
 
 LOCK_AND_WAIT = """
@@ -371,12 +372,16 @@ def test_engines_on_one_file_system_must_fit_together(disks: list[Path]) -> None
     )
 
 
-def test_what_earlier_runs_hold_counts_on_its_own_file_system(disks: list[Path]) -> None:
+@pytest.mark.parametrize("name", [SLAB_NAME, FILE_NAME])
+def test_what_earlier_runs_hold_counts_on_its_own_file_system(disks: list[Path], name: str) -> None:
     config = both(disks, "14MiB", 2)
     assert str(disks[1]) in refused(config)
     (disks[1] / "kv" / "dp1").mkdir(parents=True)
-    (disks[1] / "kv" / "dp1" / SLAB_NAME).write_bytes(bytes(1 << 20))
+    file = disks[1] / "kv" / "dp1" / name
+    file.write_bytes(bytes(1 << 20))
     check_machine(config)
+    file.unlink()
+    assert str(disks[1]) in refused(config)
 
 
 def test_every_path_is_checked_by_itself(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """False alarms of the audit: many chunks, computed again in other batches, and compared.
 
-    python -m tests.vllm.audit_soak --chunks 100000
-    python -m tests.vllm.audit_soak --chunks 5000 --family gemma3 lfm2
+    python -m tests.vllm.audit_soak --chunks 100000 [--out FILE [--go-on]]
+    python -m tests.vllm.audit_soak --chunks 1000 --crowds 5 --family gemma3 lfm2
 
 Of each family an engine computes crowds of prompts. Then HBM is emptied, and the same prompts come
 again in other crowds, with prefills in chunks of another size, and with preemptions, since HBM
 holds few of them. Each hit is audited. Nothing is planted, so each chunk that differs is a false
 alarm. The largest distance says how far the bound was from one.
+
+All families have as many crowds, and so as many tokens. Chunks are more where a family has more
+KV cache groups, and fewer where its blocks are large.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from attnstore_lab.bench.environment import machine
 from attnstore_lab.testing.family_models import FAMILIES as MODELS
 from attnstore_vllm.policy.kv_compare import BOUND, Blocks, Comparison, Difference
 from attnstore_vllm.types import Event
@@ -41,6 +45,9 @@ STEPS = (160, 300, 512, 1_024)
 SMALL = {"max_model_len": 1_280, "max_num_batched_tokens": 1_024, "dtype": "bfloat16"}
 FEW_BLOCKS = {"llama": 26, "gpt_oss": 26, "qwen3_next": 36}
 """Blocks of HBM with which not all of a crowd runs at once."""
+COMPILED = {"lfm2"}
+"""vLLM's CPU kernel turns K of three dimensions at wrong places (0.32), so that eager LFM2 has
+other KV wherever a step ends. The audit is right to differ there: of 4,787 chunks 2,658 did."""
 CROWD, LONGEST, AGAIN = 8, 1_200, 4
 
 
@@ -69,11 +76,12 @@ def record(engine: Engine) -> None:
 def crowds(engine: Engine, seed: int, round_: int) -> dict[str, float]:
     """Prompts, and the same again in other crowds and steps.
 
-    Returns how many chunks came to each outcome, "preemptions", and "distance", the largest.
+    Returns how many chunks came to each outcome, "preemptions", "refused" (preempt_all()), and
+    "distance", the largest.
     """
     chance = Random(f"{seed} {round_}")
     scheduler, audit = engine.scheduler, engine.store.audit
-    before, preempted = events(engine, *OUTCOMES), preemptions(engine)
+    before, preempted, refused = events(engine, *OUTCOMES), preemptions(engine), 0
     prompts = [
         random_tokens((seed, round_, i), chance.randrange(200, LONGEST)) for i in range(CROWD)
     ]
@@ -85,7 +93,7 @@ def crowds(engine: Engine, seed: int, round_: int) -> dict[str, float]:
         if chance.random() < 0.5:
             for _ in range(chance.randrange(1, 6)):
                 engine.step()
-            scheduler.reset_prefix_cache(reset_running_requests=True)  # preempts what runs
+            refused += not preempt_all(engine)
         engine.finish(*numbers)
         engine.settle()
         chance.shuffle(prompts)
@@ -95,7 +103,20 @@ def crowds(engine: Engine, seed: int, round_: int) -> dict[str, float]:
     for one in recordings:
         one.seen.clear()
     found = {name: n - before[name] for name, n in events(engine, *OUTCOMES).items()}
-    return {**found, "preemptions": preemptions(engine) - preempted, "distance": largest}
+    counts = {"preemptions": preemptions(engine) - preempted, "refused": refused}
+    return {**found, **counts, "distance": largest}
+
+
+def preempt_all(engine: Engine) -> bool:
+    """What runs loses its blocks. Whether HBM was emptied too: vLLM raises where it was not, since
+    a request that waits for a load has blocks, or one that has ended and is still copied. A block
+    that is never freed stops forget_hbm()."""
+    try:
+        return bool(engine.scheduler.reset_prefix_cache(reset_running_requests=True))
+    except RuntimeError as error:
+        if "requests waiting for remote KV transfer" not in str(error):
+            raise
+        return False
 
 
 def preemptions(engine: Engine) -> int:
@@ -112,20 +133,19 @@ def spec_of(name: str, where: Path, eager: bool) -> EngineSpec:
     )  # fmt: skip
 
 
-def audit_family(name: str, chunks: int, seed: int, eager: bool) -> dict[str, Any]:
-    """Crowds of one family until so many chunks are compared."""
-    total: dict[str, Any] = {"family": name, "graphs": not eager, "rounds": 0, "distance": 0.0}
+def audit_family(name: str, rounds: range, seed: int, eager: bool) -> dict[str, Any]:
+    """Crowds of one family. Returns their counts (crowds())."""
+    total: dict[str, Any] = {"family": name, "graphs": not eager, "distance": 0.0}
     with tempfile.TemporaryDirectory(prefix="attnstore-audit-") as name_:
         where = Path(name_)
         with EngineHost(spec_of(name, where, eager), where / "log") as engine:
             engine.call(record)
-            while total.get("agreed", 0) + total.get("differed", 0) < chunks:
-                found = engine.call(crowds, seed, total["rounds"])
-                total["rounds"] += 1
+            for round_ in rounds:
+                found = engine.call(crowds, seed, round_)
                 total["distance"] = max(total["distance"], found.pop("distance"))
                 for outcome, n in found.items():
                     total[outcome] = total.get(outcome, 0) + n
-                say = f"{name}: {total['agreed']:,} of {chunks:,} chunks agree"
+                say = f"{name}: crowd {round_ + 1}, {total['agreed']:,} chunks agree"
                 print(f"\r{say}, {total['differed']} differ ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return total
@@ -133,22 +153,31 @@ def audit_family(name: str, chunks: int, seed: int, eager: bool) -> dict[str, An
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--chunks", type=int, default=100_000, help="of all families together")
+    parser.add_argument("--chunks", type=int, default=100_000, help="of all families, at least")
+    parser.add_argument("--crowds", type=int, default=44, help="of each family, and again if need")
     parser.add_argument("--family", nargs="+", default=FAMILIES, choices=sorted(MODELS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file for the result, as JSON")
+    parser.add_argument("--go-on", action="store_true", help="with the families that --out lacks")
     options = parser.parse_args()
-    begun, rows = time.monotonic(), []
-    share = -(-options.chunks // len(options.family))
-    for number, name in enumerate(options.family):
-        # Every other family runs compiled, as a server does by default.
-        rows.append(audit_family(name, share, options.seed, eager=number % 2 == 1))
+    rows, begun, families = [], time.monotonic(), options.family
+    if options.go_on:
+        said = json.loads(options.out.read_text())
+        rows, begun = said["families"], begun - said["seconds"]
+    compared, alarms = (sum(row[name] for row in rows) for name in ("agreed", "differed"))
+    compared += alarms
+    while compared < options.chunks or len(rows) % len(families):
+        passes, number = divmod(len(rows), len(families))
+        rounds = range(passes * options.crowds, (passes + 1) * options.crowds)
+        name = families[number]
+        eager = number % 2 == 1 and name not in COMPILED  # compiled is a server's default
+        rows.append(audit_family(name, rounds, options.seed, eager))
         compared = sum(row["agreed"] + row["differed"] for row in rows)
         alarms = sum(row["differed"] for row in rows)
         if options.out:  # after each family: a run takes an hour and more
-            seconds = round(time.monotonic() - begun)
-            result = {"compared": compared, "false_alarms": alarms, "bound": BOUND}
-            text = json.dumps({**result, "seconds": seconds, "families": rows}, indent=1)
+            result = {"compared": compared, "false_alarms": alarms, "crowds": options.crowds}
+            result["seconds"] = round(time.monotonic() - begun)
+            text = json.dumps({**result, "families": rows, "machine": machine()}, indent=1)
             options.out.write_text(text + "\n")
     for row in rows:
         print(row)

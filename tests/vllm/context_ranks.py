@@ -6,7 +6,7 @@ the tokens that vLLM's own slot mapping gives it (kernel_text.py), in blocks of 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from tests.vllm.grouped import PAGE_BYTES, GroupedEngine, GroupedWorker, Kind
 from tests.vllm.kernel_text import PAD, V1, V2, Slots, slots_of
 from tests.vllm.scripted import Limits, ScriptedEngine
 from tests.vllm.scripted_worker import BLOCK, LAYERS, TOKEN_KV, Kv, ScriptedWorker, _Run, in_layer
+from tests.vllm.staged import StagedEngine
 
 CHUNK = 128
 SLOTS = 40
@@ -42,15 +43,16 @@ class Ranks:
         return self.tensor * self.prefill
 
     def decode_rank(self, rank: int) -> int:
-        """As vLLM makes its groups (parallel_state.py): along prefill ranks, then tensor ranks."""
+        """As vLLM makes its groups (parallel_state.py): along prefill ranks, then tensor ranks.
+        Those of each pipeline stage are alike."""
         along = np.arange(self.count).reshape(self.prefill, self.tensor).T.reshape(-1, self.decode)
-        (found,) = np.argwhere(along == rank)
+        (found,) = np.argwhere(along == rank % self.count)
         return int(found[1])
 
     def part(self, rank: int) -> str:
         """As its worker says it."""
         decode = self.decode_rank(rank), self.decode
-        prefill = rank // self.tensor, self.prefill
+        prefill = rank % self.count // self.tensor, self.prefill
         return part_text(decode, prefill, self.interleave)
 
 
@@ -96,7 +98,8 @@ class ContextWorker(ScriptedWorker):
         if self.ranks.decode == self.ranks.prefill == 1:
             return ""
         decode, prefill = (self._decode_rank, self.ranks.decode), self.ranks.prefill
-        return part_text(decode, (rank // self.ranks.tensor, prefill), self.ranks.interleave)
+        number = rank % self.ranks.count // self.ranks.tensor
+        return part_text(decode, (number, prefill), self.ranks.interleave)
 
     def _slots(self, block_ids: list[int], count: int) -> Slots:
         # Model Runner V2 alone has prefill ranks.
@@ -172,6 +175,51 @@ class ContextEngine(ScriptedEngine):
     def loaded(self) -> list[int]:
         """Tokens of the blocks that each rank has loaded."""
         return [worker.loaded_tokens for worker in self.workers]
+
+
+class StagedContextEngine(StagedEngine):
+    """As ContextEngine, its layers spread over the stages of a pipeline.
+
+    Args:
+        swapped: the ranks of the last stage write and read each other's tokens.
+    """
+
+    def __init__(
+        self, model: Path, store: Path, ranks: Ranks, stages: tuple[int, ...], *, seed: int,
+        depth: int, swapped: bool = False,
+    ) -> None:  # fmt: skip
+        last = (len(stages) - 1) * ranks.count
+
+        class OfTheseRanks(ContextWorker):
+            def __init__(self, *arguments: Any) -> None:
+                self.swapped = swapped and arguments[5] >= last
+                super().__init__(*arguments)
+
+        OfTheseRanks.ranks = OfTheseRanks.settings = ranks
+        OfTheseRanks.hides = True
+        self.worker_type = OfTheseRanks
+        self.ranks, self.stages = ranks, stages
+        limits = Limits(chunk_tokens=CHUNK, dram_slots=SLOTS, nvme="8MiB")
+        _, geometry = self._shapes(60, limits, len(stages) * ranks.count)
+        super().__init__(
+            model, store, stages=stages, ranks_of_a_stage=ranks.count, depth=depth, seed=seed,
+            limits=limits, num_blocks=60, dram=(1 << 20) + SLOTS * geometry.slot_bytes,
+            load_deadline_ms=60_000,
+        )  # fmt: skip
+
+    def _shapes(
+        self, num_blocks: int, limits: Limits, num_ranks: int
+    ) -> tuple[KVCacheConfig, Geometry]:
+        cache, geometry = super()._shapes(num_blocks, limits, num_ranks)
+        (group,) = geometry.groups
+        spread = replace(group, block_tokens=group.block_tokens * self.ranks.decode)
+        return cache, replace(geometry, groups=(spread,))
+
+    def _spread(self, config: VllmConfig) -> None:
+        with_ranks(config.parallel_config, self.ranks)
+
+    def _block_sizes(self, cache: KVCacheConfig, config: VllmConfig) -> tuple[int, int]:
+        return resolve_kv_cache_block_sizes(cache, config)
 
 
 class GroupedContextWorker(GroupedWorker):

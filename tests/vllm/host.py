@@ -27,7 +27,7 @@ from tests.vllm.engine import Engine, EngineSpec
 P = ParamSpec("P")
 R = TypeVar("R")
 
-START_DEADLINE_S = 240.0
+START_DEADLINE_S = 480.0
 CALL_DEADLINE_S = 500.0
 STOP_DEADLINE_S = 30.0
 LOG_TAIL_LINES = 30

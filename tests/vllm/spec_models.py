@@ -7,7 +7,7 @@ vLLM's own layers say their specs, and its own functions make groups, tensors an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +50,7 @@ def _of(cls: Any, block_tokens: int, kv_type: str, **fields: Any) -> Any:
     return cls.get_kv_cache_spec(layer, config)
 
 
-def deepseek_v4() -> Specs:
+def deepseek_v4(ratios: Sequence[int] = (0, 4, 128, 4, 128, 4)) -> Specs:
     """Layers with a window alone, and with latents of 4 and of 128 tokens beside it."""
     from vllm.models.deepseek_v4.attention import DeepseekV4Attention, DeepseekV4IndexerCache
     from vllm.models.deepseek_v4.compressor import CompressorStateCache
@@ -58,7 +58,7 @@ def deepseek_v4() -> Specs:
 
     kind, uint8 = "fp8_ds_mla", torch.uint8
     made: Specs = {}
-    for i, ratio in enumerate((0, 4, 128, 4, 128, 4)):
+    for i, ratio in enumerate(ratios):
         at = f"model.layers.{i}.attn"
         made[f"{at}.swa_cache"] = _of(
             DeepseekV4SWACache, 256, kind, bounded_replay=False, block_size=64, head_dim=512,
@@ -82,29 +82,40 @@ def deepseek_v4() -> Specs:
     return made
 
 
-def deepseek_v41() -> Specs:
-    """Windows that are computed again behind a hit, and rings of the tokens to be compressed."""
+def deepseek_v41(
+    ratios: Sequence[int] = (1, 2, 2, 1), sources: Sequence[int] = range(4), nvfp4: bool = False
+) -> Specs:
+    """Windows that are computed again behind a hit, and rings of the tokens to be compressed.
+
+    Args:
+        sources: the layers that have latents.
+        nvfp4: the type of KV is nvfp4_ds_mla, with the records of SM100.
+    """
+    from vllm.models.deepseek_v41.attention import DeepseekV4Attention
     from vllm.models.deepseek_v41.compressor import CompressorStateCache
     from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 
-    kind = "fp8_ds_mla"
+    kind = "nvfp4_ds_mla" if nvfp4 else "fp8_ds_mla"
+    of_window, of_latent, alignment = (528, 288, 512) if nvfp4 else (584, 584, 576)
     sizes: dict[str, Any] = {
         "block_size": 256, "num_kv_heads": 1, "dtype": torch.uint8, "cache_dtype_str": kind,
     }  # fmt: skip
     made: Specs = {}
-    for i, ratio in enumerate((1, 2, 2, 1)):
+    for i, ratio in enumerate(ratios):
         at = f"model.layers.{i}.attn"
         made[f"{at}.swa_cache"] = _of(
             DeepseekV4SWACache, 256, kind, bounded_replay=True, block_size=32, head_dim=512,
-            dtype=torch.uint8, window_size=128, packed_bytes_per_token=584,
-            packed_page_alignment=576,
+            dtype=torch.uint8, window_size=128, packed_bytes_per_token=of_window,
+            packed_page_alignment=alignment,
         )  # fmt: skip
-        made[at] = MLAAttentionSpec(
-            **sizes, head_size=512, tokens_per_state=ratio, alignment=576,
-            model_version="deepseek_v4", state_content_bytes=584,
+        if i not in sources:
+            continue
+        made[at] = _of(
+            DeepseekV4Attention, 256, kind, is_kv_source=True, compress_ratio=ratio, head_dim=512,
+            kv_page_alignment=alignment, compressed_bytes_per_token=of_latent,
         )  # fmt: skip
         made[f"{at}.indexer.k_cache"] = MLAAttentionSpec(
-            **sizes, head_size=132, tokens_per_state=ratio, alignment=576
+            **sizes, head_size=132, tokens_per_state=ratio, alignment=alignment
         )
         if ratio > 1:
             made[f"{at}.state_cache"] = _of(

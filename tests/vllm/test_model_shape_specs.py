@@ -8,13 +8,15 @@ blocks are sized, vLLM's code for all says. Small models on the real engine: tes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.models import ModelRegistry
@@ -36,10 +38,16 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.connector.specs import is_scratch
 from attnstore_vllm.model_shape import BLOCK_TOKENS, KV_TYPES, KvShape, shape_of
+from attnstore_vllm.transfer.geometry import Group
 from tests.unit.test_model_shape import (
     DEEPSEEK_V3,
+    DEEPSEEK_V4_FLASH,
+    DEEPSEEK_V4_PRO,
     DEEPSEEK_V32,
+    DEEPSEEK_V41,
     FALCON_H1_34B,
     GEMMA3_27B,
     GLM_5,
@@ -50,6 +58,7 @@ from tests.unit.test_model_shape import (
     NEMOTRON_H_56B,
     QWEN3_NEXT,
 )
+from tests.vllm.spec_models import PACKED, configurations, deepseek_v4, deepseek_v41, geometry
 
 Specs = dict[str, KVCacheSpec]
 
@@ -274,3 +283,82 @@ def test_types_of_kv(kv_type: str) -> None:
         spec = TritonAttentionBackend.customize_spec(spec)
     (kind,) = shape_of(LLAMA_65B, "c", kv_type=kv_type).kinds
     assert kind.num_bytes * spec.block_size == spec.page_size_bytes
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A configuration of vLLM's, of a small model."""
+    model = make_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+    return EngineArgs(
+        model=str(model), dtype="bfloat16", max_model_len=128, max_num_batched_tokens=64
+    ).create_engine_config()
+
+
+V41: dict[str, Any] = DEEPSEEK_V41["text_config"]  # type: ignore[assignment]
+
+
+def _v41(nvfp4: bool) -> Specs:
+    return deepseek_v41(V41["compress_ratios"][:40], V41["kv_source_layer_ids"], nvfp4)
+
+
+PACKED_MODELS: dict[str, tuple[dict[str, Any], str, Callable[[], Specs]]] = {
+    "V4 Flash": (
+        DEEPSEEK_V4_FLASH, "auto", lambda: deepseek_v4([0, 0, *20 * [4, 128], 4])
+    ),
+    "V4 Pro": (
+        DEEPSEEK_V4_PRO, "fp8_ds_mla", lambda: deepseek_v4([128, 128, *29 * [4, 128], 4])
+    ),
+    "V4, as many of each": (
+        DEEPSEEK_V4_FLASH | {"num_hidden_layers": 8, "compress_ratios": 4 * [4, 128]},
+        "fp8", lambda: deepseek_v4(4 * [4, 128]),
+    ),
+    "V4, windows of two sizes are as good": (
+        DEEPSEEK_V4_FLASH | {"num_hidden_layers": 4, "compress_ratios": [0, 4, 4, 4]},
+        "fp8", lambda: deepseek_v4([0, 4, 4, 4]),
+    ),
+    "V4, of 4 alone": (
+        DEEPSEEK_V4_FLASH | {"num_hidden_layers": 9, "compress_ratios": [0, 0, *7 * [4]]},
+        "fp8", lambda: deepseek_v4([0, 0, *7 * [4]]),
+    ),
+    "V4, of 128 alone": (
+        DEEPSEEK_V4_FLASH | {"num_hidden_layers": 9, "compress_ratios": [0, *8 * [128]]},
+        "fp8", lambda: deepseek_v4([0, *8 * [128]]),
+    ),
+    "V4.1": (DEEPSEEK_V41, "auto", lambda: _v41(nvfp4=False)),
+    "V4.1, NVFP4": (DEEPSEEK_V41, "nvfp4_ds_mla", lambda: _v41(nvfp4=True)),
+    "V4.1, NVFP4, more windows": (
+        V41 | {"num_hidden_layers": 45, "compress_ratios": [*V41["compress_ratios"], 0, 0]},
+        "nvfp4_ds_mla",
+        lambda: deepseek_v41([*V41["compress_ratios"], 0, 0], V41["kv_source_layer_ids"], True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_tokens", [256, 4096])
+@pytest.mark.parametrize("model", PACKED_MODELS)
+def test_packed_pages(model: str, chunk_tokens: int, engine: Any) -> None:
+    """DeepSeek V4 and V4.1: what a server makes of vLLM's own specs, groups and strides."""
+    config, kv_type, specs = PACKED_MODELS[model]
+    worker, _ = configurations(engine, specs(), PACKED)
+    served = geometry(engine, worker, chunk_tokens)
+    shape = shape_of(config, "c", chunk_tokens=chunk_tokens, kv_type=kv_type)
+    told = shape.geometry
+    for name in ("regions", "chunk_tokens", "hit_tokens", "is_packed", "slot_bytes"):
+        assert getattr(told, name) == getattr(served, name), name
+
+    def facts(group: Group) -> Any:
+        return replace(group, layers=(), number=0, facts=""), len(group.layers)
+
+    assert [*map(facts, told.groups)] == [*map(facts, served.groups)]
+    assert shape.packed is not None
+    all_groups = [*told.groups, *shape.packed.scratch]
+    assert sorted((g.block_tokens, len(g.layers)) for g in all_groups) == sorted(
+        (g.kv_cache_spec.block_size, len(g.layer_names)) for g in worker.kv_cache_groups
+    )
+    pages = Counter(
+        (spec.page_size_bytes, spec.block_size) for spec in specs().values() if not is_scratch(spec)
+    )
+    found = Counter[Any]()
+    for kind, number in shape.kinds.items():
+        found[kind.num_bytes, kind.of_tokens] += number
+    assert found == pages

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.tiny_model import make_model
-from attnstore_vllm.preflight import SHM_DIR
+from attnstore_vllm.preflight import SHM_DIR, SLAB_NAME
 from attnstore_vllm.tiers.nvme.node_disk import FILE_NAME
 from attnstore_vllm.types import Event
 from benchmarks.server import Process, vllm_command
@@ -166,6 +166,19 @@ def test_a_node_with_another_disk(nodes: TwoNodes, expected: Answers) -> None:
     answers, loaded = engine.call(ask_again, "nvme")
     assert answers == expected[len(LENGTHS) :]
     assert loaded == {"dram": 0, "nvme": STORED}, "it is stored again"
+
+
+@pytest.mark.long
+def test_machines_that_change_places(nodes: TwoNodes, expected: Answers) -> None:
+    """What both have of before would take more than the capacity. They begin anew."""
+    for _ in range(2):
+        nodes.stop()
+        nodes.stores.reverse()
+        answers, loaded = nodes.start().call(ask_again, "anew")
+        assert [a.tokens for a in answers] == [a.tokens for a in expected[: len(LENGTHS)]]
+        assert loaded == {"dram": 0, "nvme": 0}
+        assert not (nodes.stores[0] / FILE_NAME).exists()
+        assert not (nodes.stores[1] / SLAB_NAME).exists()
 
 
 @pytest.mark.long

@@ -243,7 +243,7 @@ def test_a_node_that_does_not_answer(start: Start, monkeypatch: pytest.MonkeyPat
         engine.step()
     assert not engine.scheduler.has_requests(), "the engine would step for ever"
     assert not store.is_idle(), "slots that the node may write to are held"
-    engine.io.on_results(kept)  # slots are free again
+    engine.io.on_results(kept, 0)  # slots are free again
     del engine.disks[0].take_results
     settle(engine)
     assert check_stored(engine)

@@ -192,7 +192,8 @@ def test_another_split_finds_nothing(
 @pytest.mark.long
 def test_few_blocks(expected: Answers, start_engine: StartEngine) -> None:
     """HBM holds few requests, and DRAM few chunks: answers go on after preemptions."""
-    engine = start_engine(**{**TWO_STAGES, "blocks": 14, "dram": "3MiB"})
+    few = {"blocks": 14, "dram": "3MiB", "vllm": {"max_model_len": 10 * BLOCK}}
+    engine = start_engine(**{**TWO_STAGES, **few})
     tokens = engine.call(all_at_once)
     assert tokens == [answer.tokens for answer in expected[: len(LENGTHS)]]
     engine.call(Engine.check_quiet)

@@ -77,6 +77,13 @@ def test_every_byte_that_is_read_is_right() -> None:
         assert found[what] > 0, what
 
 
+def test_what_vllm_itself_cannot_start_is_counted() -> None:
+    """Of two groups of rings the second stage has one, and vLLM gives it the other one's layers."""
+    rings = [sum(name.endswith("ring") for name in stage) for stage in draw(Random(5706)).stages]
+    assert rings == [2, 1]
+    assert tell_one(5706)["vLLM fails"] == 1
+
+
 @pytest.mark.long
 def test_in_many_more_stories() -> None:
     found = tell_these(range(FIRST_OF_LONG, FIRST_OF_LONG + 1000))

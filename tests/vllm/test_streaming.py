@@ -212,6 +212,29 @@ def test_what_a_later_input_asks_counts(start: Start) -> None:
     assert saved_after(start(depth=1), params={"attnstore": {"store": True}}) == 4
 
 
+def ttls_of(engine: ScriptedEngine, *inputs: object) -> list[float | None]:
+    """Those of the chunks that a session leaves, by their place, with these hints of its inputs."""
+    for number, ttl in enumerate(inputs):
+        params = None if ttl is None else {"attnstore": {"ttl": ttl}}
+        words = prompt(f"input {number}", 3 * CHUNK)
+        engine.add("session", words, 1, params=params, resumable=True)
+        step_until(engine, lambda: status(engine, "session") == WAITS)
+    engine.add("session", [1], 1)
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    chunks = sorted(engine.ours.store.residency.index, key=lambda chunk: chunk.name.position)
+    leases = [engine.ours.store.residency.run_of(chunk).lease for chunk in chunks]
+    return [None if lease is None else lease.ttl_s for lease in leases]
+
+
+def test_the_ttl_of_a_later_input_holds_for_what_it_leaves(start: Start) -> None:
+    """KV behind it tells of it, so no later input makes it longer."""
+    assert ttls_of(start(depth=1), None, 60, None) == [None] * 3 + [60] * 6
+    assert ttls_of(start(depth=1), 60, 600, None) == [60] * 9
+    assert ttls_of(start(depth=1), 600, 60) == [600] * 3 + [60] * 3
+    assert ttls_of(start(depth=1), None, "none", None) == [None] * 9
+
+
 def test_a_later_input_that_wants_all_computed(start: Start) -> None:
     """It is loaded no stored KV when it is preempted."""
     assert loaded_when_preempted(start(depth=1)) > 2 * CHUNK

@@ -4,6 +4,8 @@
     record = one page: "ATTNNODE" | stamp, 32 bytes | checksum of the payload, 16 bytes
              payload: the parts that this node's ranks have of a slot
 
+    behind all records: one page more, which shows how the disk is
+
 Record n belongs to record n of the first node, and is of use beside it alone. So there is no index
 here and no recovery. The stamp names the first node's record: its place, its segment's generation,
 the chunk's key and the checksum of what that node has of it. A read whose stamp is another says so,
@@ -22,6 +24,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -48,9 +51,11 @@ logger = logging.getLogger(__name__)
 FILE_NAME: Final = "node.bin"
 DEPTH: Final = 64
 STAMP_BYTES: Final = 32
-_MAGIC: Final = b"ATTNNODE"
-_CHECKSUM_AT: Final = len(_MAGIC) + STAMP_BYTES
-_SEALS: Final = (Seal(of=1, at=_CHECKSUM_AT),)
+LOOK: Final = -1
+"""In place of a slot: a look at the disk, at the page behind all records."""
+MAGIC: Final = b"ATTNNODE"
+CHECKSUM_AT: Final = len(MAGIC) + STAMP_BYTES
+_SEALS: Final = (Seal(of=1, at=CHECKSUM_AT),)
 _POLL_S: Final = 0.25
 
 
@@ -62,7 +67,7 @@ class NodeOrder(NamedTuple):
     """READ: the record into the slot; WRITE: the other way."""
     record: int
     slot: int
-    """A slot of DRAM. The first node holds it until all results have come."""
+    """A slot of DRAM, or LOOK. The first node holds it until all results have come."""
     stamp: bytes
 
 
@@ -134,9 +139,9 @@ class NodeDisk:
     ) -> None:
         self._pool, self._node, self._weights = pool, node, weights
         self._record_bytes = PAGE_BYTES + pool.slot_bytes
-        self.num_records = capacity_bytes // self._record_bytes
+        self.num_records = max(0, capacity_bytes - PAGE_BYTES) // self._record_bytes
         self._path = directory / FILE_NAME
-        _allocate(self._path, self.num_records * self._record_bytes)
+        _allocate(self._path, self.num_records * self._record_bytes + PAGE_BYTES)
         region = (pool.address, pool.num_slots * pool.slot_bytes)
         self._device, self.kind = open_device(self._path, DEPTH, io, [region])
         self._requests = DiskRequests(self._device, deadline_s, time.monotonic)
@@ -145,28 +150,32 @@ class NodeDisk:
         self._results: deque[NodeResult] = deque()
         self._has_told = self._is_ending = False
         self._thread = threading.Thread(target=self._run, name="attnstore", daemon=True)
+        # A thread that comes back from native code while the interpreter ends aborts the process.
+        self._at_exit = weakref.finalize(self._thread, self._end_with, os.getpid())
         self._thread.start()
 
     def begin(self, orders: Sequence[NodeOrder]) -> None:
         """Hand these to the disk; waits for nothing."""
         requests, is_out = [], not self._thread.is_alive()
         for order in orders:
-            if is_out or order.record >= self.num_records:
+            is_look = order.slot == LOOK
+            if is_out or (order.record >= self.num_records and not is_look):
                 why = "its thread has ended" if is_out else "there is no such record"
                 self._end(order, NodeFailure.DEVICE, why)
                 continue
             page = self._pages.pop() if self._pages else memoryview(mmap.mmap(-1, PAGE_BYTES))
             if order.op is Op.WRITE:
-                page[:] = (_MAGIC + order.stamp).ljust(PAGE_BYTES, b"\0")
+                page[:] = (MAGIC + order.stamp).ljust(PAGE_BYTES, b"\0")
+            record = self.num_records if is_look else order.record
             requests.append(
                 DiskRequest(
                     order.op,
                     partial(self._done, order, page),
                     partial(logger.warning, "%s does not answer", self._path),
-                    offset=order.record * self._record_bytes,
-                    buffers=(page, self._pool.slot(order.slot)),
-                    seals=_SEALS if order.op is Op.WRITE else (),
-                    checksum=order.op is Op.READ,
+                    offset=record * self._record_bytes,
+                    buffers=(page,) if is_look else (page, self._pool.slot(order.slot)),
+                    seals=_SEALS if order.op is Op.WRITE and not is_look else (),
+                    checksum=order.op is Op.READ and not is_look,
                 )
             )
         self._requests.submit(requests)
@@ -180,23 +189,31 @@ class NodeDisk:
         return results
 
     def close(self, timeout_s: float = 3.0) -> None:
+        self._at_exit.detach()
+        self._stop(timeout_s)
+        if not self._device.close(timeout_s):
+            logger.warning("%s still has requests in flight; they are not waited for", self._path)
+        self._pool.close()
+
+    def _stop(self, timeout_s: float) -> None:
         self._is_ending = True
         self._requests.cancel_all()
         self._device.wake()
         self._thread.join(timeout_s)
-        if not self._device.close(timeout_s):
-            logger.warning("%s still has requests in flight; they are not waited for", self._path)
-        self._pool.close()
+
+    def _end_with(self, pid: int) -> None:
+        if os.getpid() == pid:  # a fork's child has no thread
+            self._stop(0.5)
 
     def _done(self, order: NodeOrder, page: memoryview, completion: Completion) -> None:
         failed, text, code = NodeFailure.NO, "", 0
         if completion.error is not None:
             failed, text = NodeFailure.DEVICE, str(completion.error)
             code = completion.error.errno
-        elif order.op is Op.READ:
+        elif order.op is Op.READ and order.slot != LOOK:
             text = f"{self._path}, record {order.record}"
-            stated = bytes(page[_CHECKSUM_AT : _CHECKSUM_AT + CHECKSUM_BYTES])
-            if bytes(page[:_CHECKSUM_AT]) != _MAGIC + order.stamp:
+            stated = bytes(page[CHECKSUM_AT : CHECKSUM_AT + CHECKSUM_BYTES])
+            if bytes(page[:CHECKSUM_AT]) != MAGIC + order.stamp:
                 failed = NodeFailure.GONE
             elif stated != completion.checksum:
                 failed = NodeFailure.CORRUPT

@@ -28,7 +28,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from attnstore_vllm.errors import CorruptRecordError, DeviceError
+from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.io.codec import CODECS, Codec, Coders
 from attnstore_vllm.io.device import CHECKSUM_BYTES, Completion, Device, Op, Seal
@@ -461,6 +461,10 @@ class NvmeIo(TierIo):
         if writing:
             self._send_probe(Op.WRITE)
 
+    def _probed(self, op: Op, failure: AttnStoreError | None) -> None:
+        """One page has shown how the disk is."""
+        (self.health.note_read if op is Op.READ else self.health.note_write)(failure)
+
     def _send_probe(self, op: Op) -> None:
         """Read the root page, or write it as it is."""
         slab = self._disk.slab
@@ -473,7 +477,7 @@ class NvmeIo(TierIo):
             failure: DeviceError | CorruptRecordError | None = completion.error
             if failure is None and bytes(page) != root:
                 failure = CorruptRecordError(f"{slab.path}, root", "page", "ours", "other")
-            (self.health.note_read if op is Op.READ else self.health.note_write)(failure)
+            self._probed(op, failure)
 
         self._disk.requests.submit([DiskRequest(op, done, self._disk.late(op), buffers=(page,))])
 

@@ -8,11 +8,14 @@ and brings a chunk only if all have it.
 
     begin_load -> own read, and an order -> ... results with a report -> done
     begin_store -> own write -> an order -> ... results with a report -> done
+
+A disk of one node is out of use for all. A look at whether it works again is one at all of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from blake3 import blake3
 from attnstore_vllm.errors import AttnStoreError, CorruptRecordError, DeviceError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.io.device import Op
-from attnstore_vllm.tiers.nvme.node_disk import NodeOrder, NodeResult
+from attnstore_vllm.tiers.nvme.node_disk import LOOK, STAMP_BYTES, NodeOrder, NodeResult
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.tier_io import Loaded, Stored
 from attnstore_vllm.types import NVME, StoreFailure
@@ -42,8 +45,11 @@ class _Pending:
     """Answers to come: of a read, this node's too."""
     tell: Callable[[AttnStoreError | None, bytes], None]
     late: Callable[[], None]
-    deadline: float | None = None
-    """None: it is not sent, or was late."""
+    sent_in: int | None = None
+    """The step that takes it there; None: it is not sent."""
+    deadline: float = math.inf
+    is_late: bool = False
+    is_look: bool = False
     failure: AttnStoreError | None = None
     tokens: bytes = b""
 
@@ -70,6 +76,10 @@ class SpreadIo(NvmeIo):
         self._orders: list[NodeOrder] = []
         self._answers: dict[int, _Pending] = {}
         self._num_open = Counter[Op]()
+        self._looks: dict[Op, int] = {}
+        """Numbers of the looks that are under way."""
+        self._looked: list[tuple[Op, AttnStoreError | None]] = []
+        """Those that are over, and are not noted yet."""
         self._num_waiting, self._moved_at = 0, self._context.clock()
 
     # ---- what is under way -------------------------------------------------------------
@@ -98,23 +108,25 @@ class SpreadIo(NvmeIo):
                 self._num_waiting, self._moved_at = waiting, now
             has_work = waiting or self.num_storing or len(self._digests) < self._others
             # One that is late may never be answered: it keeps no engine awake.
-            is_sent = any(found.deadline is not None for found in self._answers.values())
+            is_sent = any(
+                found.sent_in is not None and not found.is_late for found in self._answers.values()
+            )
             return (
                 bool(self._orders) or is_sent or (bool(has_work) and now < self._moved_at + KEPT_S)
             )
 
     # ---- with each step ----------------------------------------------------------------
 
-    def take_orders(self) -> Sequence[NodeOrder]:
-        """The orders that a step's plan takes to the other nodes."""
+    def take_orders(self, step: int) -> Sequence[NodeOrder]:
+        """The orders that the plan of this step takes to the other nodes."""
         with self._context.progress:
             orders, self._orders = self._orders, []
             for order in orders:
-                self._answers[order.number].deadline = self._context.clock() + self.deadline_s
+                self._answers[order.number].sent_in = step
             return orders
 
-    def on_results(self, results: Sequence[NodeResult]) -> None:
-        """Takes results that a report has brought from the other nodes."""
+    def on_results(self, results: Sequence[NodeResult], step: int) -> None:
+        """Takes results that the report of this step has brought from the other nodes."""
         if not results and not self._answers:
             return
         failures: list[AttnStoreError] = []
@@ -125,15 +137,11 @@ class SpreadIo(NvmeIo):
                     self._digests[result.node] = result.digest
                     continue
                 failure = result.error()
+                is_look = self._answers[result.number].is_look
                 self._answered(result.number, failure, b"")
-                if failure is not None:
+                if failure is not None and not is_look:
                     failures.append(failure)
-            # Late is what a report does not have: while no step runs none can come.
-            late = [
-                o for o in self._answers.values() if o.deadline is not None and o.deadline < now
-            ]
-            for found in late:
-                found.deadline = None
+            late = self._take_late(now, step)
             self._moved_at = now if results else self._moved_at
             self._context.progress.notify_all()
         for failure in failures:
@@ -144,13 +152,28 @@ class SpreadIo(NvmeIo):
         for found in late:
             found.late()
             self.health.note_hang(found.op.value)
+        self._note_looks()
         self.wake()
+
+    def _take_late(self, now: float, step: int) -> list[_Pending]:
+        """Locked. Late is what a report does not have: while no step runs none can come. Reports
+        of steps before the order's say nothing, however long those took: the time counts from the
+        first that could have had it."""
+        late: list[_Pending] = []
+        for found in self._answers.values():
+            if found.is_late or found.sent_in is None or found.sent_in > step:
+                continue
+            found.deadline = min(found.deadline, now + self.deadline_s)
+            if found.deadline < now:
+                found.is_late = True
+                late.append(found)
+        return late
 
     def _begin(self, op: Op, record: int, slot: int, stamp: bytes, found: _Pending) -> int:
         """Locked."""
         number = next(self._numbers)
         self._answers[number] = found
-        self._num_open[op] += 1
+        self._num_open[op] += not found.is_look
         self._orders.append(NodeOrder(number, op, record, slot, stamp))
         return number
 
@@ -163,8 +186,36 @@ class SpreadIo(NvmeIo):
         assert found.left >= 0
         if not found.left:
             del self._answers[number]
-            self._num_open[found.op] -= 1
+            self._num_open[found.op] -= not found.is_look
             found.tell(found.failure, found.tokens)
+
+    # ---- looks at disks that are out of use --------------------------------------------
+
+    def _send_probe(self, op: Op) -> None:
+        with self._context.progress:
+            if op in self._looks:  # a disk that hangs gets no more of them
+                (self.health.reads if op is Op.READ else self.health.writes).forget_probe()
+                return
+            left = 1 + self._others
+            found = _Pending(op, left, partial(self._end_look, op), lambda: None, is_look=True)
+            self._looks[op] = self._begin(op, 0, LOOK, bytes(STAMP_BYTES), found)
+        super()._send_probe(op)
+
+    def _probed(self, op: Op, failure: AttnStoreError | None) -> None:
+        with self._context.progress:
+            self._answered(self._looks[op], failure, b"")
+        self._note_looks()
+
+    def _end_look(self, op: Op, failure: AttnStoreError | None, _: bytes) -> None:
+        """Locked."""
+        del self._looks[op]
+        self._looked.append((op, failure))
+
+    def _note_looks(self) -> None:
+        with self._context.progress:
+            looked, self._looked = self._looked, []
+        for op, failure in looked:
+            super()._probed(op, failure)
 
     # ---- loads and stores --------------------------------------------------------------
 

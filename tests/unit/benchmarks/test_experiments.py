@@ -22,6 +22,7 @@ from benchmarks.compare.command import parser
 from benchmarks.experiments import __main__ as runner
 from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.intervals import interval
+from benchmarks.experiments.picture import plot, says_something
 from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
 from benchmarks.sample import SAMPLE
 
@@ -55,7 +56,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("asked", "x", "'asked' is unknown; known are before, metrics"),
+        ("asked", "x", "'asked' is unknown; known are before, message, metrics"),
         ("serve", {}, "one of simulate, serve, script"),
         ("question", "", "question is missing"),
         ("picture", "lost", "picture: 'lost' is none of its metrics"),
@@ -363,6 +364,7 @@ def test_a_quick_run_leaves_what_is_published(
         monkeypatch.setattr(kind, "run", lambda *_, **__: dict(made))
     monkeypatch.setattr(benchmarks.quick, "CACHE", tmp_path)
     published = [ROOT / "results/experiments" / f"{experiment.name}.{e}" for e in ("json", "svg")]
+    published = [path for path in published if path.suffix == ".json" or path.exists()]
     before = [path.read_bytes() for path in published]
     assert runner.main([experiment.name, "--quick", "--data", str(SAMPLE)]) == 0
     assert [path.read_bytes() for path in published] == before
@@ -425,6 +427,42 @@ def test_report_draws_pictures_again(
     assert not (tmp_path / "x.svg").exists()
     assert report.main([*asked, "--pictures"]) == 0
     assert (tmp_path / "x.svg").read_bytes() == (quick / "x.svg").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("values", "is_drawn"),
+    [
+        ({"small": {"attnstore": 1.0, "lru": 1.0}, "large": {"attnstore": 2.0, "lru": 2.0}}, False),
+        ({"small": {"attnstore": 1.0, "lru": 1.0}, "large": {"attnstore": 2.0, "lru": 1.9}}, True),
+        ({"small": {"attnstore": 1.0}, "large": {"attnstore": 1.01}}, False),
+        ({"small": {"attnstore": 1.0}, "large": {"attnstore": [1.5, 1.4, 1.6]}}, True),
+        ({"small": {"attnstore": None}, "large": {}}, False),
+    ],
+)
+def test_bars_that_look_the_same_are_not_drawn(
+    values: dict[str, Any], is_drawn: bool, tmp_path: Path
+) -> None:
+    """Sixteen bars of length 1 convince no reader: the table says as much."""
+    bare = {"words": "what was found", "unit": "%"}
+    spec = parse("x", changed("metrics", {"found": bare}))
+    result = {"values": {"found": values}, "kind": "simulated", "quick": False, "command": "x"}
+    assert says_something(spec, result) is is_drawn
+    full = result | {"seconds": 1, "machine": {"commit": None}, "body": spec.body, "data": "none"}
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(full))
+    assert ("![What?]" in report.render({"x": spec}, tmp_path, "../r")) is is_drawn
+
+
+def test_a_pictures_title_has_the_figures_or_asks(tmp_path: Path) -> None:
+    spec = parse("x", SPEC | {"message": "{attnstore:.0f} % with the store, {lru:.1f} without"})
+    for values, title in (
+        ({"attnstore": 90.4, "lru": [0.5, 0.4, 0.6]}, "90 % with the store, 0.5 without"),
+        ({"attnstore": 90.4}, "What?"),
+        ({"attnstore": 90.4, "lru": None}, "What?"),
+    ):
+        result = {"values": {"found": {"small": values}}, "kind": "simulated", "quick": False}
+        plot(spec, result, tmp_path / "x.svg")
+        assert f">{title}<" in (tmp_path / "x.svg").read_text(encoding="utf-8")
 
 
 def test_report_marks_goals_that_were_missed(quick: Path) -> None:

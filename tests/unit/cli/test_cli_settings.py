@@ -36,6 +36,7 @@ from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.slab import NO_RESERVE
 from attnstore_vllm.transfer.region import PREFIX
 from benchmarks.sample import SAMPLE
+from tests.unit.test_model_shape import DEEPSEEK_V41
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "attnstore_vllm.cli.main"]
@@ -254,6 +255,17 @@ def test_doctor_warns_of_an_nvme_smaller_than_dram_and_of_memory_in_a_disks_plac
     assert "nvme.capacity is 1MiB" in said["sizes"].found and "tmpfs" in said["disk kind"].found
     settings.write_text(settings.read_text().replace("1MiB}", "1MiB, codec: lossless}"))
     assert "sizes" not in {check.name for check in examine(settings, None)}, "it may hold more"
+
+
+def test_doctor_knows_that_packed_latents_are_not_encoded(settings: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(DEEPSEEK_V41 | {"dtype": "bfloat16"}))
+    said = []
+    for dram in ("64MiB", "{size: 64MiB, codec: lossless}"):
+        settings.write_text(re.sub("(?m)^dram: .*$", f"dram: {dram}", settings.read_text()))
+        said += [check.found for check in examine(settings, model) if check.name == "model"]
+    assert said[0] == said[1] and said[0].startswith("256 tokens take 452KiB")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from attnstore_lab.sim.server import Server
 from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
 from attnstore_vllm.cli.main import main
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.model_shape import KvShape, LayerKind, read_shape
+from attnstore_vllm.model_shape import KvShape, LayerKind, read_shape, shape_of
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from benchmarks.sample import SAMPLE
 from benchmarks.simulate_groups import replayed, shape_of_family
 from tests.unit.lab.test_simulate_server import SIZE, chats
+from tests.unit.test_model_shape import DEEPSEEK_V4_FLASH, DEEPSEEK_V41
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 SPINE = LayerKind(Reach.FULL, 0, 100)
@@ -243,6 +245,20 @@ def test_a_server_of_a_model_with_groups(of: KvShape) -> None:
     assert out.by_group[f"group_loaded_bytes:{kind}"] > 0
     assert out.bytes_written % machine.chunk_bytes == 0
     assert out.as_json()["by_group"]
+
+
+@pytest.mark.parametrize("chunk_tokens", [256, 4096])
+@pytest.mark.parametrize("config", [DEEPSEEK_V4_FLASH, DEEPSEEK_V41], ids=["V4", "V4.1"])
+def test_packed_pages_are_found_again(config: dict[str, Any], chunk_tokens: int) -> None:
+    """All but what ends between multiples of 256 tokens, in each of 14 turns."""
+    of = shape_of(config, "c", chunk_tokens=chunk_tokens)
+    machine = Machine(
+        kv_bytes_per_token=1, hbm=1 << 50, dram=1 << 40, nvme=1 << 40, prefill_tokens_per_s=1e5,
+        decode_step_s=0.001, prefix_cache=False, hbm_bandwidth=1 << 50, nvme_write=1 << 50,
+    ).with_model(of)  # fmt: skip
+    out = Server(talk(*14 * [(500, 40)]), machine, "attnstore").run()
+    assert out.found_history % 256 == 0
+    assert out.history_tokens - 14 * 256 < out.found_history <= out.history_tokens
 
 
 @pytest.mark.parametrize("turn", [(500, 40), (200, 400)], ids=["short answers", "long answers"])

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnstore_lab import palette
+from attnstore_lab.cli import simulate_hosts
 from attnstore_lab.sim.hosts import Hosts, HostsOutcome, conversations, one_large
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
@@ -243,3 +245,28 @@ def test_a_conversation_is_told_by_the_last_whole_chunk_where_the_trace_does_not
         for at, chunks in enumerate(prompts)
     ]
     assert conversations(make_trace("same prompt", SIZE, requests)) == [0, 1, 0, 2, 1, 3]
+
+
+def test_a_picture_says_what_a_shared_tier_is_worth_where_it_is_worth_most(tmp_path: Path) -> None:
+    shares = {
+        ("round-robin", 4, 0): 0.4,
+        ("round-robin", 4, 10**12): 0.8,
+        ("round-robin", 100, 0): 0.02,
+        ("round-robin", 100, 10**12): 0.57,
+        ("conversation", 100, 0): 0.9,
+        ("conversation", 100, 10**12): 0.91,
+        ("one-large", 100, 0): 0.95,
+    }
+    runs = [
+        {"router": router, "hosts": hosts, "shared": shared, "hit_tokens_share": share}
+        for (router, hosts, shared), share in shares.items()
+    ]
+    plot = tmp_path / "hosts.svg"
+    simulate_hosts.plot({"trace": "t.jsonl", "runs": runs}, plot)
+    said = plot.read_text(encoding="utf-8")
+    assert "At 100 hosts round-robin finds 2 % of prompt tokens" in said
+    assert "57 % with the shared tier" in said and "t.jsonl" in said
+    assert palette.color(palette.OURS) not in said, "a router in AttnStore's colour"
+    alone = [run for run in runs if not run["shared"]]
+    simulate_hosts.plot({"trace": "t.jsonl", "runs": alone}, plot)
+    assert "Prompt tokens found by number of hosts" in plot.read_text(encoding="utf-8")

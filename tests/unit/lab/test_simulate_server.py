@@ -35,6 +35,7 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.model_shape import read_shape, shape_of
 from attnstore_vllm.policy.returns import answered, kind_of
+from tests.unit.test_model_shape import DEEPSEEK_V41
 
 SIZE = 64
 KV = 1000
@@ -477,6 +478,15 @@ def test_plan_says_what_several_groups_keep(
     # More than full attention keeps, and less than all layers would.
     token_bytes = found.shape.conversation_bytes(found.num_tokens) / found.num_tokens
     assert 1024 < token_bytes < 6 * 1024
+
+
+def test_plan_says_what_packed_pages_keep(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_model(conversation_of(shape_of(DEEPSEEK_V41, "here"), read_trace(files[0], Arrivals())))
+    out = capsys.readouterr().out
+    assert "full: 1.756KiB a token" in out and "window" not in out
+    assert "one group; records of 456KiB, for 256 tokens" in out
 
 
 def test_a_slow_nvme_is_better_than_none() -> None:

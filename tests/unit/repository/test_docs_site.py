@@ -48,7 +48,7 @@ def test_a_search_for_a_name_finds_the_page_that_explains_it_first() -> None:
 
     note = boost("notes/2026-11-codecs.md", "Notes", "Internals")
     assert note == boost("format.md", "Internals") < 1
-    assert boost("faq.md") == 1 < boost("configuration.md") < boost("runbook.md", "Operations")
+    assert boost("faq.md") == 1 < boost("runbook.md", "Operations") < boost("configuration.md")
 
 
 def test_what_users_do_not_need_comes_last() -> None:
@@ -78,6 +78,43 @@ def test_names_in_tables_break_at_their_joints() -> None:
     )
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "hooks: [tools/docs_site.py]" in text and "extra_css: [site.css]" in text
+
+
+def test_a_search_finds_the_row_of_a_metric_or_a_cause() -> None:
+    """It knows headings alone: a metric's name led to an alert that has one of its words."""
+    cells = ("<code>vllm:attnstore_chunks_total{event}</code>", "what <a href='x'>happened</a>", "")
+    row = "".join(f"<td>{cell}</td>" for cell in cells)
+    name = "<tr><td><code>lost</code>, <code>gone</code></td><td>it went</td></tr>"
+    line = "<tr><td><code>a chunk is lost: ...</code></td><td>one read failed</td></tr>"
+    table = f"<h3 id='causes'>Causes</h3><tr>{row}</tr>{name}{line}<tr><td>plain</td></tr>{name}"
+    page = SimpleNamespace(
+        meta={"search": {"boost": 4}},
+        file=SimpleNamespace(src_uri="runbook.md"),
+        url="runbook.html",
+    )
+    html = docs_site.on_page_content(table, page=page)
+    assert re.findall(r'<tr id="([^"]+)">', html) == [
+        "vllm-attnstore_chunks_total-event",
+        "lost",
+        "a-chunk-is-lost",
+        "lost-2",
+    ]
+    index = SimpleNamespace(entries=["the page"])
+    config = SimpleNamespace(plugins={"material/search": SimpleNamespace(search_index=index)})
+    docs_site.on_post_page("", page=page, config=config)
+    assert index.entries[:2] == [
+        "the page",
+        {
+            "location": "runbook.html#vllm-attnstore_chunks_total-event",
+            "title": "<code>vllm:attnstore_chunks_total</code>",
+            "text": "<p>what happened</p>",
+            "boost": 4,
+        },
+    ]
+    boosts = [entry["boost"] for entry in index.entries[2:]]
+    assert boosts[0] == boosts[2] == 4 > boosts[1], "common words of a line beat a name"
+    other = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri="design.md"), url="design.html")
+    assert "id=" not in docs_site.on_page_content(name, page=other)
 
 
 def test_every_picture_is_on_a_page() -> None:

@@ -64,6 +64,8 @@ class AuditWorld(StepWorld):
     ) -> None:
         audit = AuditConfig(rate=rate, tokens_per_s=1e9, **options.pop("audit", {}))
         store = {"audit": audit, "comparisons": (BITS,), "path": path, **options.pop("store", {})}
+        self.num_looks = 0
+        """At the weights."""
         super().__init__(monkeypatch, store=store, audit=audit, **options)
         self.sequences: dict[str, list[int]] = {}
         self.gives_up = False
@@ -78,6 +80,7 @@ class AuditWorld(StepWorld):
 
     def report(self, plan: Any) -> None:
         """The workers copy the blocks of each save: what is in them says the table of a request."""
+        self.num_looks += plan.looks_at_weights
         for save in (*plan.saves_before, *plan.saves):
             tokens = self.sequences.get(save.request_id)
             for slot, first, block_ids in save.copies:
@@ -190,6 +193,20 @@ def test_nothing_is_served_of_a_tier_that_fails_its_trial(start: Start) -> None:
     assert world.outcomes()["differed"] == 1, "nothing of before is even looked at"
     assert not world.store.is_distrusted
     assert world.serves(prompts[1], "three") == 2 * CHUNK, "what came since is served"
+
+
+def test_after_a_reset_that_it_begins_workers_look_at_the_weights(start: Start) -> None:
+    """The shared tier is out of use from a reset until they have looked."""
+    world = start(rate=1e-9, slots=16)
+    prompts = [tokens_of(number, 2 * CHUNK + 1) for number in (1, 2)]
+    nvme_alone(world, *prompts, wrong=1)
+    world.serves(prompts[0], "one")
+    assert world.outcomes()["differed"] == 1
+    looks = world.num_looks
+    world.serves(prompts[1], "two")
+    assert world.num_looks == looks + 1
+    world.serves(prompts[1], "three")
+    assert world.num_looks == looks + 1, "once"
 
 
 def test_who_comes_while_a_trial_goes_on_is_not_served_either(start: Start) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from attnstore_vllm.identity.weights import DigestOfNodes, Weights
 from attnstore_vllm.io.device import Op
 from attnstore_vllm.tiers.nvme.node_disk import (
     FILE_NAME,
+    LOOK,
     NodeDisk,
     NodeFailure,
     NodeOrder,
@@ -45,7 +48,7 @@ class Memory:
 
 
 class Rig:
-    def __init__(self, directory: Path, capacity_bytes: int = 10 * RECORD) -> None:
+    def __init__(self, directory: Path, capacity_bytes: int = 4096 + 10 * RECORD) -> None:
         self.memory, self.digest = Memory(), list[bytes]()
         self.disk = NodeDisk(self.memory, directory, capacity_bytes, "auto", 5.0, 1, self._weights)
         self.path = directory / FILE_NAME
@@ -119,6 +122,16 @@ def test_a_record_that_it_has_no_room_for(rig: Rig) -> None:
     assert rig.do(Op.WRITE, 10, 0, A).failed is NodeFailure.DEVICE
 
 
+def test_looks_touch_no_record(rig: Rig) -> None:
+    for record in range(10):
+        rig.write(record, b"x", A)
+    before = rig.path.read_bytes()
+    for op in (Op.READ, Op.WRITE, Op.READ):
+        assert rig.do(op, 0, LOOK, bytes(32)).failed is NodeFailure.NO
+    assert rig.path.read_bytes()[: 10 * RECORD] == before[: 10 * RECORD]
+    assert len(before) <= 4096 + 10 * RECORD
+
+
 def test_it_is_there_after_a_restart(tmp_path: Path) -> None:
     first = Rig(tmp_path)
     first.write(7, b"x", A)
@@ -154,3 +167,20 @@ def test_names_have_the_weights_of_all_nodes() -> None:
     others[1] = b"else"
     assert names.namespace != found
     names.close()
+
+
+def test_a_process_that_ends_without_close_ends_as_any_other(tmp_path: Path) -> None:
+    """A worker that vLLM ends closes nothing. Its interpreter may take a while to end."""
+    program = f"""
+import time
+from pathlib import Path
+from {__name__} import Rig
+class Slow:
+    def __del__(self):
+        time.sleep(0.6)
+slow = Slow()
+Rig(Path({str(tmp_path)!r})).write(3, b"x", bytes(32))
+"""
+    root = Path(__file__).parents[4]
+    ended = subprocess.run([sys.executable, "-c", program], cwd=root, timeout=60, check=False)
+    assert ended.returncode == 0
