@@ -226,7 +226,7 @@ class NodeDisk:
         self._end(order, failed, text, code)
 
     def _own(self, stamp: bytes) -> bytes:
-        """What this node's record says: the stamp, as of this node's part of the slot."""
+        """The stamp as of this node's part of the slot, which is what a record says."""
         part = self._node.to_bytes(8, "little") + self._pool.slot_bytes.to_bytes(8, "little")
         return blake3(stamp + part).digest()
 

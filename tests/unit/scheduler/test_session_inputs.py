@@ -77,11 +77,11 @@ def test_a_shorter_ttl(
 @pytest.mark.parametrize("count", [4, 8, 40])
 def test_store_false(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a step's end is saved first, and the input fills no chunk."""
-    options: dict[str, Any] = {} if kind == "plain" else {kind: True}
-    world = StepWorld(monkeypatch, **options)
     # Chunks have 16 tokens here, and 256 on a server: so what is 16 there is 4.
     monkeypatch.setattr(saving, "MIN_TAIL_TOKENS", 4)
-    monkeypatch.setattr(world.side._saving, "_grain", 4)
+    monkeypatch.setattr(saving, "GRAIN_TOKENS", 4)
+    options: dict[str, Any] = {} if kind == "plain" else {kind: True}
+    world = StepWorld(monkeypatch, **options)
     session = begin(world, tokens_of(1, 2 * CHUNK))
     before = session.num_tokens
     there = {chunk.name.key for chunk in world.store.residency.index}
