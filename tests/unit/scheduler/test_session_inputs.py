@@ -27,16 +27,22 @@ def said(**hints: Any) -> Any:
 
 def say_more(world: StepWorld, session: Any, tokens: list[int], **hints: Any) -> None:
     """A later input comes, is computed in one step, and the session ends."""
+    say(world, session, tokens, **hints)
+    world.finish(session)
+    world.end_step()
+
+
+def say(world: StepWorld, session: Any, tokens: list[int], **hints: Any) -> None:
+    """A later input comes, and is computed in one step."""
     before = session.num_tokens
     session.all_token_ids += tokens
-    session.num_prompt_tokens, session.arrival_time = session.num_tokens, 1.0
+    session.num_prompt_tokens = session.num_tokens
+    session.arrival_time += 1.0
     session.sampling_params = said(**hints)
     world.tables["session"] = list(range(1, 2 + session.num_tokens // BLOCK))
     told = {"session": (before, session.num_tokens - before)}
     world.report(world.side.build_step(output({}, told)))
     session.num_computed_tokens = session.num_tokens
-    world.finish(session)
-    world.end_step()
 
 
 def begin(world: StepWorld, tokens: list[int], **hints: Any) -> Any:
@@ -93,3 +99,37 @@ def test_store_false(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> 
     new = [chunk.name for chunk in world.store.residency.index if chunk.name.key not in there]
     world.close()
     assert [name for name in new if name.end > before] == []
+
+
+@pytest.mark.parametrize("kind", ["states", "windows", "plain"])
+@pytest.mark.parametrize("count", [4, 2 * CHUNK])
+@pytest.mark.parametrize("last", [4, 2 * CHUNK])
+def test_an_input_that_another_follows(
+    kind: str, count: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that fills no chunk: vLLM keeps the last input's parameters alone."""
+    monkeypatch.setattr(saving, "MIN_TAIL_TOKENS", 4)
+    monkeypatch.setattr(saving, "GRAIN_TOKENS", 4)
+    options: dict[str, Any] = {} if kind == "plain" else {kind: True}
+    world = StepWorld(monkeypatch, **options)
+    session = begin(world, tokens_of(1, GREETING))
+    say(world, session, tokens_of(2, count), store=False)
+    say_more(world, session, tokens_of(3, last))
+    ends = [chunk.name.end for chunk in world.store.residency.index]
+    world.close()
+    assert max(ends) <= GREETING
+
+
+@pytest.mark.parametrize("count", [4, 2 * CHUNK])
+def test_a_ttl_that_another_input_follows(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = StepWorld(monkeypatch)
+    session = begin(world, tokens_of(1, GREETING))
+    say(world, session, tokens_of(2, count), ttl=5)
+    say_more(world, session, tokens_of(3, 2 * CHUNK))
+    found = set()
+    for chunk in world.store.residency.index:
+        if chunk.name.end > GREETING:
+            lease = world.store.residency.run_of(chunk).lease
+            found.add(None if lease is None else lease.ttl_s)
+    world.close()
+    assert found == {5}
