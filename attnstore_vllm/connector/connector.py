@@ -378,6 +378,10 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         if self.scheduler is None:
+            logger.warning(
+                "AttnStore is idle, so a reset drops nothing: what its directory holds stays. A "
+                "start that serves finds it; reset once more then, or delete it"
+            )
             return True
         return self.scheduler.pause() if is_of_a_pause() else self.scheduler.reset()
 

@@ -171,9 +171,16 @@ class Visit:
     cut: Run | None = None
     """The run of its own last shared chunk, if that only begins as the one that it found: what is
     behind the beginning is its own, and kept as long as its own."""
+    ends_cut: bool = False
+    """It does so. Without a lease of its own there is no run of that."""
     joint: dict[Run, Run] = field(default_factory=dict)
     """Runs of what others have left or used since it came, and of which runs that is from now on:
     themselves, once that is so."""
+
+    def until(self, lease: Lease | None) -> Visit:
+        """The same, of a request whose own chunks get this lease from now on."""
+        cut = replace(self.cut or self.shared, lease=lease) if self.ends_cut else None
+        return replace(self, own=replace(self.own, lease=lease), cut=cut)
 
     def run(self, number: int) -> Run:
         """The run of chunk `number` of the request."""
@@ -306,7 +313,7 @@ def visit_of(
     before_tokens = before.num_tokens if before is not None else 0
     is_cut = ends_cut and 0 < num_shared == len(last_runs)
     cut = replace(shared, lease=own_lease) if is_cut and own_lease is not None else None
-    return Visit(num_shared, shared, own, before_tokens, tuple(earlier), cut)
+    return Visit(num_shared, shared, own, before_tokens, tuple(earlier), cut, is_cut)
 
 
 def _shared_leases(

@@ -302,14 +302,17 @@ class RequestState:
         if request.resumable:
             if self._has_changed():
                 return 0
-            self._hear(request)
+            self.hear()
         known = self.media.known_tokens() if request.mm_features else ALL_TOKENS
         return min(known // self.chunk_tokens * self.chunk_tokens, self.most_tokens)
 
-    def _hear(self, request: Request) -> None:
+    def hear(self) -> None:
         """Take what a session's last input says: vLLM keeps the hints of the first. What follows an
-        input tells of it: so `store: false` holds for all that comes, and so does a shorter ttl."""
-        sampling, terms = request.sampling_params, self.hints.terms
+        input tells of it: so `store: false` holds for all that comes, and so does a shorter ttl.
+
+        To be asked in each of its steps: the next input takes the place of this one, and no save
+        may come in between."""
+        sampling, terms = self.request.sampling_params, self.hints.terms
         extra = sampling.extra_args if sampling is not None else None
         said = _LATER.read((extra or {}).get("kv_transfer_params"))
         self.stores = self.stores and said.store

@@ -212,7 +212,8 @@ class Saving:
         req.lookup.begin()
         before = request.num_computed_tokens
         computed, prompt_end = before + num_scheduled, request.num_prompt_tokens
-        if before >= prompt_end or computed > req.usable_tokens():
+        # The first says of a session's last input whether it may be saved.
+        if before >= prompt_end or computed > req.usable_tokens() or not req.may_save:
             return
         if self._num_states:
             self._save_states(req, before, computed, tables)
@@ -477,8 +478,7 @@ class Saving:
         if req.ends_sooner:
             req.ends_sooner, req.unseen = False, self._store.unseen_run(req.hints.terms)
             if req.visit is not None:
-                own = replace(req.visit.own, lease=req.unseen.lease)
-                req.visit = replace(req.visit, own=own)
+                req.visit = req.visit.until(req.unseen.lease)
         if req.visit is not None:
             return req.visit.runs_of(first, first + count)
         if req.unseen is None:  # it began without a look-up, and has its ttl all the same

@@ -363,7 +363,7 @@ class Scheduler:
             self._queue.on_step(output, self.requests)
         if output.preempted_req_ids:
             self._on_preempted(output.preempted_req_ids, output.num_scheduled_tokens)
-        self._on_media(output)
+        self._on_inputs(output)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self.requests.get(request_id)
             if state is None:
@@ -408,8 +408,9 @@ class Scheduler:
             else:
                 self._look_up(late)
 
-    def _on_media(self, output: SchedulerOutput) -> None:
-        """Media may be used from now on, under the names that they have."""
+    def _on_inputs(self, output: SchedulerOutput) -> None:
+        """What inputs of sessions say is heard, and media may be used from now on, under the names
+        that they have."""
         self._media.end_step()
         if not self._media_of:
             return
@@ -419,6 +420,10 @@ class Scheduler:
             for state in self.requests.values() if mixed else ():
                 if state.media.has(mixed or ()):
                     state.computing.is_outdated = True
+        for request_id in self._media_of.keys() & output.num_scheduled_tokens.keys():
+            found = self.requests.get(request_id)
+            if found is not None and found.request.resumable:
+                found.hear()
 
     def _save_rests(self, *, is_empty: bool) -> None:
         openings = self.store.num_openings

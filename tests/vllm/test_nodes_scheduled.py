@@ -168,6 +168,24 @@ def test_a_node_that_begins_with_another_disk(start: Start) -> None:
     assert check_stored(again)
 
 
+def test_machines_that_change_places(start: Start) -> None:
+    """All but the first: they have the same names, and the same orders."""
+    alike = Case("three alike", (1, 1, 1), depth=4)
+    engine = start(alike, 3)
+    ask(engine, "first", tokens(0))
+    emptied(engine)
+    engine.close()
+    one, two = engine.directories[1:]
+    aside = one.with_name("aside")
+    for old, new in ((one, aside), (two, one), (aside, two)):
+        old.rename(new)
+    again = start(alike, 3)
+    assert ask(again, "again", tokens(0)) == 0, "each has the other's layers"
+    emptied(again)
+    assert ask(again, "once more", tokens(0)) == FOUND
+    assert check_stored(again)
+
+
 def fill(engine: NodedEngine, first: int) -> None:
     """Prompts that NVMe takes in the place of others: all come again."""
     for number in range(first, first + 30):

@@ -8,7 +8,8 @@
 
 Record n belongs to record n of the first node, and is of use beside it alone. So there is no index
 here and no recovery. The stamp names the first node's record: its place, its segment's generation,
-the chunk's key and the checksum of what that node has of it. A read whose stamp is another says so,
+the chunk's key and the checksum of what that node has of it; this node's number goes into it too,
+since all get one stamp, and machines may change places. A read whose stamp is another says so,
 and one whose payload has another checksum too. Either is a miss. A restart, another disk or a write
 that never came costs a prefill, and no wrong byte.
 
@@ -31,6 +32,8 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
+
+from blake3 import blake3
 
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import (
@@ -159,13 +162,15 @@ class NodeDisk:
         requests, is_out = [], not self._thread.is_alive()
         for order in orders:
             is_look = order.slot == LOOK
-            if is_out or (order.record >= self.num_records and not is_look):
-                why = "its thread has ended" if is_out else "there is no such record"
-                self._end(order, NodeFailure.DEVICE, why)
+            if is_out:
+                self._end(order, NodeFailure.DEVICE, "its thread has ended")
+                continue
+            if order.record >= self.num_records and not is_look:  # the first node's file is longer
+                self._end(order, NodeFailure.GONE, f"record {order.record}: there is no such one")
                 continue
             page = self._pages.pop() if self._pages else memoryview(mmap.mmap(-1, PAGE_BYTES))
             if order.op is Op.WRITE:
-                page[:] = (MAGIC + order.stamp).ljust(PAGE_BYTES, b"\0")
+                page[:] = (MAGIC + self._own(order.stamp)).ljust(PAGE_BYTES, b"\0")
             record = self.num_records if is_look else order.record
             requests.append(
                 DiskRequest(
@@ -213,12 +218,17 @@ class NodeDisk:
         elif order.op is Op.READ and order.slot != LOOK:
             text = f"{self._path}, record {order.record}"
             stated = bytes(page[CHECKSUM_AT : CHECKSUM_AT + CHECKSUM_BYTES])
-            if bytes(page[:CHECKSUM_AT]) != MAGIC + order.stamp:
+            if bytes(page[:CHECKSUM_AT]) != MAGIC + self._own(order.stamp):
                 failed = NodeFailure.GONE
             elif stated != completion.checksum:
                 failed = NodeFailure.CORRUPT
         self._pages.append(page)
         self._end(order, failed, text, code)
+
+    def _own(self, stamp: bytes) -> bytes:
+        """The stamp as of this node's part of the slot, which is what a record says."""
+        part = self._node.to_bytes(8, "little") + self._pool.slot_bytes.to_bytes(8, "little")
+        return blake3(stamp + part).digest()
 
     def _end(self, order: NodeOrder, failed: NodeFailure, text: str = "", code: int = 0) -> None:
         self._results.append(NodeResult(self._node, order.number, failed, text, code))
