@@ -31,6 +31,7 @@ from attnstore_vllm.connector.context_parallel import (
     part_of,
     why_not_turned,
 )
+from attnstore_vllm.connector.document_passes import DocumentPasses
 from attnstore_vllm.connector.facts import facts_of
 from attnstore_vllm.connector.groups import (
     check_chunks,
@@ -105,7 +106,6 @@ from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
-from attnstore_vllm.transfer.plan import PassPlan
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, peek, pool_name
 from attnstore_vllm.transfer.pool_files import parts_of
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
@@ -303,11 +303,7 @@ def build_worker(
             token_bytes, step_tokens, geometry.rank_bytes, device_bytes
         )
 
-    own_pass = cache(partial(_own_pass, vllm_config, kv_cache_config, layers, find_one))
-
-    def computes(passing: PassPlan) -> None:
-        own_pass().compute(passing.runs, passing.block_ids)
-
+    own_pass = partial(_own_pass, vllm_config, kv_cache_config, layers, find_one)
     pool = _open_pool(vllm_config, config, here, local_rank, nodes)
     node_store = None
     if local_rank == 0 < rank:
@@ -327,7 +323,7 @@ def build_worker(
         contents=contents if config.audit is not None else None,
         weights=live.tell,
         own_files=live.own_files,
-        computes=computes,
+        passes=DocumentPasses(own_pass) if config.truncation is not None else None,
         part=part_of(vllm_config),
         node_ranks=here.num_ranks,
         node_store=node_store,
