@@ -226,7 +226,7 @@ class TruncationConfig:
     shared_by: Sharing = "salted"
     """`share`. Moved KV begins and ends at any token (index/prefix.py)."""
     documents: bool = False
-    """KV of a prompt's parts is found in any place and order, with gaps between them."""
+    """KV of a prompt's parts is found anywhere, with gaps."""
     recompute: float = 0.0
     """The share of documents that is computed anew."""
     recompute_by: RecomputeBy = "first"

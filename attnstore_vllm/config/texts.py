@@ -255,8 +255,7 @@ SETTINGS = (
     ),
     Setting(
         "truncation.recompute_last", "0", "tokens, 0 to 65536",
-        "How many of a cut conversation's last moved tokens are computed anew, before its new "
-        "part. With `documents` it counts before the first gap that vLLM itself computes.",
+        "How many of the last moved tokens before a prompt's new part are computed anew, by vLLM.",
         "Try 64 where answers to cut prompts lean on the last turn.",
     ),
     Setting(

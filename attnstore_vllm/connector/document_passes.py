@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes of our own compute of requests with documents: the tokens between them, and some of
+"""Passes of our own for requests with documents: they compute the tokens between them, and some of
 the documents' own.
 
 Which of their own may be said by the plan, or be chosen by how far K in the second layer is from
@@ -30,12 +30,12 @@ class _IsComparedError(Exception):
 
 @dataclass(slots=True)
 class _Compared:
-    """Of the tokens of one request, those between and of its documents."""
+    """Tokens of one request, of its documents and between them."""
 
     token_ids: dict[int, int] = field(default_factory=dict)
     """By position."""
     off_by: list[torch.Tensor] = field(default_factory=list)
-    """Of each pass's tokens, [tokens] float32: the squared distance of K."""
+    """The squared distances of K of each pass's tokens, [tokens] float32."""
     chosen: list[int] | None = None
     """Positions of all tokens that are computed, in their order."""
 

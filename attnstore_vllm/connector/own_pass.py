@@ -129,7 +129,7 @@ class OwnPass:
                 self._forward(rows, block_ids)
 
     def slices(self, runs: Sequence[TokenRun]) -> Iterator[list[TokenRun]]:
-        """What one pass each computes."""
+        """Runs of one pass each."""
         return slices(runs, self.max_tokens, self.max_rows)
 
     def compared_layer(self) -> str:

@@ -96,7 +96,7 @@ class Worker:
     ) -> None:
         self.node_ranks = node_ranks or geometry.num_ranks
         self._node_store = node_store
-        self._passes, self._is_own_pass = passes, False
+        self.passes, self._is_own_pass = passes, False
         self.description: dict[str, Any] = {REFUSAL: "it has registered no KV"}
         """As it was published."""
         self.look_at_weights = weights
@@ -375,17 +375,17 @@ class Worker:
         for passing in self._plan.passes:
             self._compute(passing)
         if self._plan.loads:
-            if self._passes is not None:
-                self._passes.forget(p.request_id for p in self._plan.loads if not p.has_more)
+            if self.passes is not None:
+                self.passes.forget(p.request_id for p in self._plan.loads if not p.has_more)
             self.loads.begin(self._plan.loads, whole=self._whole)
             self._count(Flow.LOAD, self._plan.loads)
 
     def _compute(self, passing: PassPlan) -> None:
-        """What lies between a request's documents. Where it fails the request is computed."""
-        assert self._passes is not None
+        """Make a pass between a request's documents. Where it fails the request is computed."""
+        assert self.passes is not None
         self._is_own_pass = True
         try:
-            self._passes.compute(passing)
+            self.passes.compute(passing)
         except _OF_A_MODELS_CODE as error:
             logger.error(
                 "request %s is computed: a pass between its documents failed: %s: %s",
@@ -404,8 +404,8 @@ class Worker:
             self.loads.wait_layer(index)
 
     def layer_computed(self, layer: str) -> None:
-        if self._passes is not None and self._is_own_pass:
-            self._passes.layer_computed(layer)
+        if self.passes is not None and self._is_own_pass:
+            self.passes.layer_computed(layer)
             return
         index = self._regions.get(layer)
         if index is not None and self._is_saving:

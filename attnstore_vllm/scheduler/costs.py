@@ -43,7 +43,7 @@ class Chosen(NamedTuple):
 
     num_tokens: int
     compared_share: float
-    """Of the model's layers."""
+    """The share of the model's layers."""
 
 
 class Costs:

@@ -42,7 +42,7 @@ PASSES_DEADLINE_S = 30.0
 class _Gaps:
     state: RequestState
     plan_id: int
-    """Of the load of its documents."""
+    """That of its documents' load."""
     block_ids: tuple[tuple[int, ...], ...]
     left: deque[range]
     """Tokens that no pass has had."""
@@ -59,7 +59,7 @@ class _Gaps:
 
 @dataclass(slots=True)
 class _Room:
-    """What a step has left for passes."""
+    """Tokens and rows that a step has left for passes."""
 
     tokens: int
     rows: int

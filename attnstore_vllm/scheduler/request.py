@@ -251,7 +251,7 @@ class RequestState:
     recompute_rule: str = ""
     """Which of their tokens are computed anew; a part of such a lineage's name."""
     own_pass_tokens: int = 0
-    """Of its prompt, those that passes of our own compute (documents.py)."""
+    """Tokens of its prompt that passes of our own compute (documents.py)."""
     recent: RecentPrompts | None = None
     """The prompts that came before."""
     _root: Key | None = None

@@ -125,7 +125,7 @@ class Selection(NamedTuple):
 
 
 class PassPlan(NamedTuple):
-    """What one step computes of a request between its documents (connector/own_pass.py)."""
+    """Tokens that one step computes between a request's documents (connector/own_pass.py)."""
 
     request_id: str
     runs: tuple[TokenRun, ...]

@@ -112,7 +112,7 @@ def fail(engine: Engine, salt: str) -> tuple[Answer, Answer]:
     tokens, _ = prompt_of(ORDER)
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    passes: Any = get_kv_transfer_group().worker._passes
+    passes: Any = get_kv_transfer_group().worker.passes
 
     def raises(_: Any) -> None:
         raise RuntimeError("planted")
