@@ -256,7 +256,7 @@ SETTINGS = (
     Setting(
         "truncation.recompute_last", "0", "tokens, 0 to 65536",
         "How many of the last moved tokens before a prompt's new part are computed anew, by vLLM.",
-        "Try 64 where answers to cut prompts lean on the last turn.",
+        "Set 64 where answers to cut prompts lean on the last turn.",
     ),
     Setting(
         "share", "everyone", "everyone, salted",

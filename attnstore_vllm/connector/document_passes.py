@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+from vllm.distributed.parallel_state import get_tp_group
 
 from attnstore_vllm.connector.own_pass import OwnPass
 from attnstore_vllm.transfer.plan import PassPlan, Selection, TokenRun
@@ -111,12 +111,13 @@ def choose(
     Args:
         off_by: of this rank's heads, of the tokens at `positions`.
     """
-    distances = tensor_model_parallel_all_reduce(torch.cat(list(off_by)))
+    ranks = get_tp_group()
+    distances = ranks.all_reduce(torch.cat(list(off_by)))
     in_gaps = {at for gap in selection.gaps for at in gap}
     of_documents = [n for n, at in enumerate(positions) if at not in in_gaps]
     at = torch.tensor(of_documents, device=distances.device)
     number = min(selection.num_chosen, len(of_documents))
-    found = get_tp_group().broadcast(at[distances[at].topk(number).indices], src=0)
+    found = ranks.broadcast(at[distances[at].topk(number).indices], src=0)
     return sorted(in_gaps | {positions[n] for n in found.tolist()})
 
 
