@@ -95,3 +95,34 @@ def test_what_has_agreed_comes_to_nvme_with_its_next_use(open_rig: Rigs, tmp_pat
     asks(rig, "three", tokens)
     for name in names_of(sequence_of(tokens))[:3]:
         assert rig.chunk(name).at(NVME).state is State.READY
+
+
+def test_what_was_computed_here_says_nothing_of_the_tier(open_rig: Rigs, tmp_path: Path) -> None:
+    """A chunk leaves DRAM before it was compared, and is saved anew by the request that computed it
+    for the trial: the next one that is drawn is compared with that."""
+    tokens = conversation(1, NUM_TOKENS)
+    name = names_of(sequence_of(tokens))[0]
+    old, device = open_rig()
+    assert old.put(name, bytes(PAYLOAD_BYTES)) is not None
+    device.settle()
+    image = bytes(device.image)
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    given = {"audit": audit, "path": tmp_path, "comparisons": (BITS,)}
+    rig, device = open_rig(image=image, dram_slots=2, **given)
+    asks(rig, "one", tokens)
+    chunk = rig.chunk(name)
+    assert chunk.brought_by == NVME and chunk.dram.state is State.READY
+    push_out_of_dram(rig, device, rig.dram_slots)
+    assert chunk.dram.state is State.ABSENT
+    assert rig.store.begin_save(name, again=True) is chunk
+    rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+    rig.store.finish_saves([chunk])
+    pieces = rig.store.find(lookup_of(tokens), 0, 16)
+    assert rig.store.audit is not None
+    rig.store.audit.put_off(pieces, is_drawn=True)
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+    assert copy is not None
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(name)
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+    assert rig.store.audit.trial.is_open(NVME), "what NVMe has was compared with nothing"
