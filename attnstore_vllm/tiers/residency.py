@@ -314,6 +314,7 @@ class Residency:
         if known is None and not yields and chunk.run.used_at != self.now:
             chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
+        chunk.brought_by = chunk.origin = ""  # by a tier that may have other bytes
         if low_value:
             chunk.refused_by.update(tier.name for tier in self.behind)
         if known is None:
