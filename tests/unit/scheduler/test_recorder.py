@@ -21,9 +21,9 @@ import yaml
 from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.trace import TraceError
+from attnstore_vllm._native import hash_chunks
 from attnstore_vllm.config.settings import TraceConfig
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.index import keys as keys_module
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.scheduler import observed
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
@@ -109,7 +109,7 @@ def test_names_are_not_made_on_two_threads(tmp_path: Path, monkeypatch: pytest.M
     made, tokens = recorded(tmp_path), list(range(8 * CHUNK))
     told = seen(tokens, 4 * CHUNK)
     told.state.sequence.keys(0, 4)  # its prompt was looked up
-    there, go_on, hash_chunks = threading.Event(), threading.Event(), keys_module.hash_chunks
+    there, go_on = threading.Event(), threading.Event()
 
     def slow(*given: Any) -> Any:
         if threading.current_thread() is recording:
@@ -117,7 +117,7 @@ def test_names_are_not_made_on_two_threads(tmp_path: Path, monkeypatch: pytest.M
             go_on.wait(10)
         return hash_chunks(*given)
 
-    monkeypatch.setattr(keys_module, "hash_chunks", slow)
+    monkeypatch.setattr("attnstore_vllm.index.keys.hash_chunks", slow)
     recording = threading.Thread(target=made.ended, args=(told,))
     recording.start()
     assert there.wait(10)

@@ -111,9 +111,9 @@ def test_what_was_computed_here_says_nothing_of_the_tier(open_rig: Rigs, tmp_pat
     rig, device = open_rig(image=image, dram_slots=2, **given)
     asks(rig, "one", tokens)
     chunk = rig.chunk(name)
-    assert chunk.brought_by == NVME and chunk.dram.state is State.READY
+    assert (chunk.brought_by, chunk.dram.state) == (NVME, State.READY)
     push_out_of_dram(rig, device, rig.dram_slots)
-    assert chunk.dram.state is State.ABSENT
+    assert (chunk.brought_by, chunk.dram.state) == (NVME, State.ABSENT)
     assert rig.store.begin_save(name, again=True) is chunk
     rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
     rig.store.finish_saves([chunk])
