@@ -314,7 +314,6 @@ class Residency:
         if known is None and not yields and chunk.run.used_at != self.now:
             chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)
-        chunk.brought_by = chunk.origin = ""  # by a tier that may have other bytes
         if low_value:
             chunk.refused_by.update(tier.name for tier in self.behind)
         if known is None:
@@ -337,6 +336,7 @@ class Residency:
         for chunk in chunks:
             assert chunk.dram.state is State.SAVING
             chunk.dram.state = State.READY
+            chunk.brought_by = chunk.origin = ""  # a tier that had it may have other bytes
             self.dram.saved(chunk)
             self._refuse_if_not_wanted(chunk)
         self._place(*chunks)
