@@ -333,8 +333,8 @@ def rank_0_only(worker: Any) -> Undo:
 
 ON_THE_SCHEDULER_SIDE = (
     swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
-    lineage_left_out, blocks_not_hidden,
-    documents_lineage_left_out, moved_blocks_not_hidden, nobody_bypasses, offers_kept, last_token_offered,
+    lineage_left_out, blocks_not_hidden, documents_lineage_left_out, moved_blocks_not_hidden,
+    nobody_bypasses, offers_kept, last_token_offered,
     reset_without_effect,
     *WITHOUT_GROUPS.values(),
 )  # fmt: skip
