@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from attnstore_lab.bench.environment import machine
 from benchmarks.data import is_papers
-from benchmarks.experiments.picture import plot, says_something
+from benchmarks.experiments.picture import plot, says_something, title
 from benchmarks.experiments.spec import Experiment, Goal, Metric, read_all
 from tools.wrap_pages import wrapped
 
@@ -92,7 +92,7 @@ def _section(
     if experiment.notes:
         yield f"\n{experiment.notes.strip()}"
     if says_something(experiment, result):
-        yield f"\n![{experiment.question}]({pictures}/{experiment.name}.svg)"
+        yield f"\n![{title(experiment, result)}]({pictures}/{experiment.name}.svg)"
     yield ""
 
 
