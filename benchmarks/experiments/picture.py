@@ -42,7 +42,7 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     """Draw `result`, of results/experiments/NAME.json. A system has one colour in all of them."""
     metric = experiment.pictured
     by_point = result["values"][metric.name]
-    heading = "\n".join(textwrap.wrap(title(experiment, result), TITLE_LETTERS))
+    heading = _in_lines(title(experiment, result))
     said = _said(metric, result)
     points = list(by_point)
     grouped = [GROUPED.fullmatch(point) for point in points]
@@ -68,6 +68,12 @@ def title(experiment: Experiment, result: Mapping[str, Any]) -> str:
     }
     said = experiment.message.title(series) if experiment.message else None
     return said or experiment.question
+
+
+def _in_lines(words: str) -> str:
+    """Of a like length, so that no single word stands below the others."""
+    lines = textwrap.wrap(words, TITLE_LETTERS)
+    return "\n".join(textwrap.wrap(words, min(TITLE_LETTERS, len(words) // len(lines) + 10)))
 
 
 def _said(metric: Metric, result: Mapping[str, Any]) -> str:
