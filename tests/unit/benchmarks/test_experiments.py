@@ -411,7 +411,7 @@ def test_names_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None
 def test_report_has_paper_and_us_side_by_side(quick: Path) -> None:
     spec = {"x": parse("x", SPEC), "absent": parse("absent", SPEC)}
     text = report.render(spec, quick, "../r")
-    assert "| what was found, % | paper | attnstore |" in text
+    assert "| what was found, % | the paper's | AttnStore |" in text
     row = next(line for line in text.splitlines() if line.startswith("| large |"))
     assert row.split("|")[2].strip() == "86"
     assert "**simulated**" in text
@@ -525,7 +525,7 @@ def test_report_marks_goals_that_were_missed(quick: Path) -> None:
         quick,
         "r",
     )
-    assert "(goal for attnstore: at least 150)" in text
+    assert "(goal for AttnStore: at least 150)" in text
     assert "| **" in text
     assert "Missed: why has not been looked into yet." in text
 
