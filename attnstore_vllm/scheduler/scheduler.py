@@ -401,8 +401,8 @@ class Scheduler:
                 self._look_up(late)
 
     def _on_inputs(self, output: SchedulerOutput) -> None:
-        """What inputs of sessions say is heard, and media may be used from now on, under the names
-        that they have."""
+        """Hear what inputs of sessions say. Media may be used from now on, under the names that
+        they have."""
         self._media.end_step()
         if not self._media_of:
             return
