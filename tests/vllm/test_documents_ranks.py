@@ -25,12 +25,14 @@ PLAN = PassPlan("a", (), ((1,),))
 
 
 def worker_of(rank: int, num_ranks: int, compute: Any) -> Worker:
-    worker = object.__new__(Worker)
-    worker.rank, worker.geometry = rank, Geometry(num_ranks, (64,), (Group(4, ("l",)),), 16)
-    worker.passes, worker._is_own_pass = SimpleNamespace(compute=compute), False  # type: ignore
-    failed: list[str] = []
-    worker.loads = SimpleNamespace(fail=failed.append)  # type: ignore[assignment]
-    worker._plan = StepPlan(passes=[PLAN])
+    """One that has heard the plan of a step with a pass."""
+    pool: Any = SimpleNamespace(num_slots=2)
+    passes: Any = SimpleNamespace(compute=compute)
+    geometry = Geometry(num_ranks, (64,), (Group(4, ("l",)),), 16)
+    worker = Worker(pool, rank, geometry, 2, write_buffer_bytes=lambda _: 0, passes=passes)
+    loads: Any = SimpleNamespace(fail=lambda _: None, begin_step=lambda *_, **__: None)
+    worker.loads = loads
+    worker.begin_step(StepPlan(passes=[PLAN]))
     return worker
 
 
@@ -86,4 +88,3 @@ def test_only_a_rank_that_is_alone_goes_on(num_ranks: int) -> None:
     else:
         with pytest.raises(RuntimeError, match="on this rank alone"):
             worker.start_load()
-    assert not worker._is_own_pass

@@ -11,6 +11,7 @@ import pytest
 
 from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index.prefix import whole_blocks
+from attnstore_vllm.policy.cost import StepCost
 from attnstore_vllm.scheduler.documents import COMPARED_LAYERS
 from attnstore_vllm.types import Cause
 from tests.step_world import StepWorld
@@ -30,14 +31,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     def make(recompute_by: Any) -> StepWorld:
         config = TruncationConfig(
-            enabled=True, shared_by="everyone", documents=True, recompute_by=recompute_by
-        )
+            enabled=True, shared_by="everyone", documents=True, recompute_by=recompute_by,
+            recompute=SHARE if recompute_by == "deviation" else 0.0,
+        )  # fmt: skip
         world = StepWorld(
             monkeypatch, truncation=config, why_not_moved=None, why_no_passes=None,
-            pass_tokens=1024, pass_rows=8,
+            pass_tokens=1024, pass_rows=8, layers=LAYERS,
         )  # fmt: skip
-        if recompute_by == "deviation":  # the world's model has one layer
-            world.side.documents._layers, world.side.documents._chosen_share = LAYERS, SHARE
         worlds.append(world)
         world.serve(world.request("shared", [*SHARED, *range(20, 60)]))
         world.serve(world.request("document", [*range(50), *DOCUMENT, *range(60, 90)]))
@@ -108,18 +108,17 @@ def test_a_request_whose_pass_has_failed_is_as_one_that_was_never_offered(start:
     world.side.check_quiet()
 
 
-def test_steps_whose_passes_choose_tokens_tell_nothing_of_costs(start: Start) -> None:
+def test_steps_whose_passes_choose_tokens_tell_nothing_of_costs(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chosen part has no runs, and of compared ones some layers alone are computed."""
     world = start("deviation")
     observed: list[tuple[Any, int]] = []
-    cost = world.side.costs.times._cost
-    observe = cost.observe
 
-    def note(seconds: float, prompts: Any, num_generating: int) -> Any:
+    def note(_: StepCost, seconds: float, prompts: Any, num_generating: int) -> None:
         observed.append((list(prompts), num_generating))
-        return observe(seconds, prompts, num_generating)
 
-    cost.observe = note  # type: ignore[method-assign]
+    monkeypatch.setattr(StepCost, "observe", note)
     offered(world, [*SHARED, *range(500, 520), *DOCUMENT, *QUESTION])
     observed.clear()
     world.report(world.side.build_step(output({}, {})))
