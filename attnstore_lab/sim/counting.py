@@ -87,3 +87,10 @@ class Counting:
             self._out.ttft_s.append(seconds)
             if job.history:
                 self._out.later_ttft_s.append(seconds)
+
+    def finished(self, job: Job, now: float) -> None:
+        """The request is answered."""
+        session = job.request.session
+        if job.is_counted and session >= 0:
+            begin, _ = self._out.sessions.get(session, (job.arrival_time, now))
+            self._out.sessions[session] = begin, now

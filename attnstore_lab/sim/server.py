@@ -377,6 +377,7 @@ class Server:
             keeps_blocks, _ = self._scheduler.request_finished(job, tables)
             assert not keeps_blocks, "saves are over when they are begun"
         self._running.remove(job)
+        self._counting.finished(job, self.now)
         self._hbm.give_back(job)
         later = self._later.get(job.request.session)
         if later:
