@@ -55,6 +55,8 @@ class Outcome:
     """TTFT of requests that continue a conversation."""
     sessions: dict[int, tuple[float, float]] = field(default_factory=dict)
     """When each session's first request came, and its last answer ended, so far."""
+    first_ttft_s: list[float] = field(default_factory=list)
+    """TTFT of requests that begin one."""
     gave_up_at_s: float | None = None
     """When a request had waited for longer than clients do: the run ended there, and its times say
     nothing of a server that serves the load."""

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sessions keep their blocks in HBM between two turns, and which new ones wait. Pure: time
+is given.
+
+An agent's session comes back when its tool has run. To hold its n tokens of N in HBM for h seconds
+
+    saves   P(gap <= h) * s             s: loading or computing them, and queueing, on its return
+    costs   E[min(gap, h)] * n / N      seconds of the whole HBM, which others could have used
+
+The h with the most left is how long a session is held, and it is 0 where none pays. s is learned
+from sessions that came back and were not held, the gaps from all. A hold is bounded three ways: by
+its end, by the longest one, by the share of HBM that all have. It is let go at once when a request
+has no room: what is expected to gain least a second first.
+
+Sessions that come back while others use their room thrash: each pays s, and takes the next one's
+room. So a new session waits at the door while those in play are as large as the HBM, and no longer
+than its deadline. Where no hold pays no session waits.
+
+Source: Continuum (arXiv 2511.02230) holds for a time to live of the same form.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FIRST_S = 0.0625
+NUM_AGES = 32
+ENDS_S = FIRST_S * 2.0 ** (np.arange(NUM_AGES) / 2)
+"""Age b ends after so long; the last after 48 minutes, and what is older never comes back."""
+_ENDS_S: list[float] = ENDS_S.tolist()
+WIDTHS_S = np.diff(np.concatenate([[0.0], ENDS_S]))
+RETURNS_MIN = 8
+"""Before so many have come back nothing is held."""
+RETURNS_KEPT = 512
+"""About so many count."""
+REFIT_RETURNS = 16
+SESSIONS_MAX = 4096
+"""Sessions that are followed while they are away. The oldest is given up for a new one."""
+
+
+class Gaps:
+    """How long sessions are away, of all that have left: those that never came back count."""
+
+    def __init__(self) -> None:
+        self._returned = np.zeros(NUM_AGES)
+        self._departed = 0.0
+        self._num_seen = 0
+        self._hazard = np.zeros(NUM_AGES)
+        self.is_known = False
+
+    def observe(self, gap_s: float) -> bool:
+        """A session has come back. Returns whether it is time for fit()."""
+        age = bisect_right(_ENDS_S, gap_s)
+        keep = 1 - 1 / RETURNS_KEPT
+        self._returned *= keep
+        self._departed *= keep
+        if age < NUM_AGES:
+            self._returned[age] += 1
+        else:
+            self._departed += 1
+        self._num_seen += 1
+        return self._num_seen >= RETURNS_MIN and self._num_seen % REFIT_RETURNS in (0, RETURNS_MIN)
+
+    def gave_up(self) -> None:
+        """One that was followed has not come back."""
+        self._departed += 1
+
+    def fit(self, away_s: npt.NDArray[np.float64]) -> None:
+        """Learn the hazard of each age.
+
+        Args:
+            away_s: how long each session is away that has not come back yet.
+        """
+        reached = np.zeros(NUM_AGES)
+        for age in np.searchsorted(ENDS_S, away_s, side="right"):
+            reached[:age] += 1
+        later = np.cumsum(self._returned[::-1])[::-1] + self._departed
+        at_risk = later + reached
+        self._hazard = np.divide(self._returned, at_risk, where=at_risk > 0, out=np.zeros(NUM_AGES))
+        self.is_known = True
+
+    def returned_within(self, age_s: float = 0.0) -> tuple[npt.NDArray[np.float64], ...]:
+        """By age from `age_s` on: the probability that a session is back by its end, and seconds
+        that it stays away until then."""
+        first = min(bisect_right(_ENDS_S, age_s), NUM_AGES - 1)
+        stays = np.cumprod(1 - self._hazard[first:])
+        before = np.concatenate([[1.0], stays[:-1]])
+        widths = WIDTHS_S[first:].copy()
+        widths[0] = max(ENDS_S[first] - age_s, 1e-3)
+        # One that comes back within an age comes in its middle.
+        return 1 - stays, np.cumsum(widths * (before + stays) / 2)
+
+
+class ReturnCost:
+    """What a return costs that HBM has lost, over computing it: below 1 where a tier has it."""
+
+    def __init__(self) -> None:
+        self._seconds = self._computing_s = 0.0
+
+    def observe(self, computing_s: float, seconds: float) -> None:
+        """A session has come back.
+
+        Args:
+            computing_s: for all of its history that HBM had lost.
+            seconds: that loading and computing it took.
+        """
+        if computing_s <= 0:
+            return
+        keep = 1 - 1 / RETURNS_KEPT
+        self._seconds = keep * self._seconds + seconds
+        self._computing_s = keep * self._computing_s + computing_s
+
+    def seconds(self, computing_s: float) -> float:
+        """The same of one whose history takes so long to compute."""
+        if not self._computing_s:
+            return computing_s
+        return computing_s * self._seconds / self._computing_s
+
+
+@dataclass(slots=True)
+class _Held:
+    num_tokens: int
+    since: float
+    until: float
+    saves_s: float
+
+
+class Holding:
+    """See the module. Sessions are told by any number; calls come in the order of time.
+
+    Args:
+        room_tokens: of the HBM that requests share.
+        share: of it that may be held.
+        longest_s: that a session is held.
+        defer_s: that a new session waits at the door, at most; 0: none waits.
+    """
+
+    def __init__(
+        self,
+        room_tokens: int,
+        *,
+        share: float = 0.75,
+        longest_s: float = 30.0,
+        defer_s: float = 30.0,
+    ) -> None:
+        assert room_tokens > 0 and 0 <= share <= 1
+        self._room = room_tokens
+        self._most = int(share * room_tokens)
+        self._longest_s = longest_s
+        self._defer_s = defer_s
+        self._gaps = Gaps()
+        self._cost = ReturnCost()
+        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._away: OrderedDict[int, float] = OrderedDict()
+        self._present: dict[int, int] = {}
+        """Tokens of sessions that run, are held or wait with their history: those in play."""
+        self._usual_tokens = 0.0
+        self._pays = False
+        self.held_tokens = 0
+
+    def __contains__(self, session: int) -> bool:
+        return session in self._held
+
+    # ---- the door ----------------------------------------------------------------------
+
+    def is_admitted(self, session: int, num_tokens: int, waited_s: float) -> bool:
+        """Whether a request of so many tokens may start. Asked again each step. Cost: O(1)."""
+        if session in self._away or session in self._present or not self._pays:
+            return True
+        if not self._present or waited_s >= self._defer_s:
+            return True
+        usual = self._usual_tokens
+        in_play = sum(max(tokens, usual) for tokens in self._present.values())
+        return in_play + max(num_tokens, usual) <= self._room
+
+    def came(self, session: int, now: float) -> None:
+        """A request of the session waits. One that was away is in play again."""
+        left_at = self._away.pop(session, None)
+        if left_at is not None:
+            self._present.setdefault(session, 0)
+            if session in self._held:  # until it has room, and no longer
+                self._held[session].until = left_at + self._longest_s
+            if self._gaps.observe(now - left_at):
+                self._gaps.fit(now - np.array([*self._away.values()]))
+
+    def started(
+        self, session: int, num_tokens: int, computing_s: float = 0.0, return_s: float = 0.0
+    ) -> None:
+        """A request has its room. What was held for it is its own again.
+
+        Args:
+            computing_s, return_s: as in ReturnCost.observe(); 0 of the first turn.
+        """
+        self._drop(session)
+        self._present[session] = num_tokens
+        self._cost.observe(computing_s, return_s)
+
+    # ---- holding -----------------------------------------------------------------------
+
+    def ended(self, session: int, num_tokens: int, computing_s: float, now: float) -> bool:
+        """A request has ended. Returns whether its blocks are held.
+
+        Args:
+            computing_s: for all of its tokens.
+        """
+        part = 1 / 64 if self._usual_tokens else 1.0
+        self._usual_tokens += part * (num_tokens - self._usual_tokens)
+        self._away[session] = now
+        if len(self._away) > SESSIONS_MAX:
+            self._away.popitem(last=False)
+            self._gaps.gave_up()
+        self._present.pop(session, None)
+        saves_s = self._cost.seconds(computing_s)
+        seconds = self.seconds(num_tokens, saves_s)
+        self._pays = seconds > 0
+        if not seconds or self.held_tokens + num_tokens > self._most:
+            return False
+        self._held[session] = _Held(num_tokens, now, now + seconds, saves_s)
+        self.held_tokens += num_tokens
+        self._present[session] = num_tokens
+        return True
+
+    def seconds(self, num_tokens: int, saves_s: float) -> float:
+        """How long so many tokens are worth to be held; 0: they are not."""
+        if not self._gaps.is_known:
+            return 0.0
+        back, away_s = self._gaps.returned_within()
+        gain = back * saves_s - away_s * num_tokens / self._room
+        gain[self._longest_s < ENDS_S] = -np.inf
+        best = int(gain.argmax())
+        return float(ENDS_S[best]) if gain[best] > 0 else 0.0
+
+    def over(self, now: float) -> list[int]:
+        """Sessions whose time is over: they are held no more."""
+        over = [session for session, held in self._held.items() if held.until <= now]
+        for session in over:
+            self._leave(session)
+        return over
+
+    def let_go(self, now: float, wanted_by: int | None = None) -> int | None:
+        """The session that is held no more, since a request has no room: the one that gains least
+        a second; that of the request comes last. None: none is held. Cost: a look at each."""
+        if not self._held:
+            return None
+        session = min(
+            self._held, key=lambda one: (one == wanted_by, self._worth(self._held[one], now))
+        )
+        self._leave(session)
+        return session
+
+    def _worth(self, held: _Held, now: float) -> float:
+        """Seconds saved, per second of a token of HBM, by holding on for the best time."""
+        back, away_s = self._gaps.returned_within(now - held.since)
+        return float((back / away_s).max()) * held.saves_s / held.num_tokens
+
+    def _leave(self, session: int) -> None:
+        self._drop(session)
+        self._present.pop(session, None)
+
+    def _drop(self, session: int) -> None:
+        held = self._held.pop(session, None)
+        if held is not None:
+            self.held_tokens -= held.num_tokens
