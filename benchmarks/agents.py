@@ -18,7 +18,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,10 @@ ARMS = (
 
 def ran(load: Load, rate: float, arm: Arm, seed: int, num_jobs: int | None = None) -> Outcome:
     """Cost: some seconds of one core."""
-    machine = H100.with_sizes(
-        dram=max(1, round(arm.dram_gb * GB)), nvme=NVME_BYTES if arm.disk_gb_s else 1
-    )
+    machine = H100.with_sizes(dram=max(1, round(arm.dram_gb * GB)))
     if arm.disk_gb_s:
-        speeds = {
-            "nvme_read": round(arm.disk_gb_s * GB),
-            "nvme_write": round(arm.disk_gb_s * GB / 2),
-        }
-        machine = replace(machine, **speeds)
+        speed = round(arm.disk_gb_s * GB)
+        machine = machine.with_sizes(nvme=NVME_BYTES, nvme_read=speed, nvme_write=speed // 2)
     trace = agents(load, rate, seed, num_jobs)
     if arm.holds:
         return HoldingServer(trace, machine, arm.policy, Holding(HBM_TOKENS)).run()
@@ -170,10 +165,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "agents_simulated.json")
     args = parser.parse_args()
     print("published, on an H100: job seconds, over plain", *published_lines(), sep="\n")
-    print(
-        "simulated: job seconds, over plain, prompt tokens found, TTFT p50, p99, and p99 of new sessions",
-        flush=True,
-    )
+    print("simulated: job seconds, over plain, prompt tokens found, TTFT p50, p99, p99 of new ones")
     found: dict[str, list[dict[str, Any]]] = {"matrix": [], "sweep": []}
     plans: list[tuple[str, Load, tuple[int, ...], tuple[Arm, ...]]]
     plans = [("matrix", EIGHTEEN, RATES, ARMS), ("matrix", EIGHT, (3, 6), ARMS)]

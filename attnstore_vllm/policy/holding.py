@@ -137,16 +137,16 @@ class Holding:
         room_tokens: of the HBM that requests share.
         share: of it that may be held.
         longest_s: that a session is held.
-        defer_s: that a new session waits at the door, at most; 0: none waits.
+        defer_s: that a session waits at the door, at most; 0: none waits.
     """
 
     def __init__(
         self,
         room_tokens: int,
         *,
-        share: float = 0.75,
+        share: float = 1.0,
         longest_s: float = 30.0,
-        defer_s: float = 30.0,
+        defer_s: float = 60.0,
     ) -> None:
         assert room_tokens > 0 and 0 <= share <= 1
         self._room = room_tokens
@@ -159,6 +159,7 @@ class Holding:
         self._away: OrderedDict[int, float] = OrderedDict()
         self._present: dict[int, int] = {}
         """Tokens of sessions that run, are held or wait with their history: those in play."""
+        self._known: set[int] = set()
         self._usual_tokens = 0.0
         self._pays = False
         self.held_tokens = 0
@@ -169,20 +170,24 @@ class Holding:
     # ---- the door ----------------------------------------------------------------------
 
     def is_admitted(self, session: int, num_tokens: int, waited_s: float) -> bool:
-        """Whether a request of so many tokens may start. Asked again each step. Cost: O(1)."""
-        if session in self._away or session in self._present or not self._pays:
+        """Whether a request of so many tokens may start. Asked again each step. Cost: a look at
+        each session in play."""
+        is_out = session in self._known and session not in self._present
+        if not is_out or not self._pays or waited_s >= self._defer_s:
             return True
-        if not self._present or waited_s >= self._defer_s:
-            return True
+        return self._fits(num_tokens)
+
+    def _fits(self, num_tokens: int) -> bool:
+        """Whether one more session can be in play, which may grow to what is usual."""
         usual = self._usual_tokens
         in_play = sum(max(tokens, usual) for tokens in self._present.values())
-        return in_play + max(num_tokens, usual) <= self._room
+        return not in_play or in_play + max(num_tokens, usual) <= self._room
 
     def came(self, session: int, now: float) -> None:
         """A request of the session waits. One that was away is in play again."""
         left_at = self._away.pop(session, None)
         if left_at is not None:
-            self._present.setdefault(session, 0)
+            self._known.add(session)
             if session in self._held:  # until it has room, and no longer
                 self._held[session].until = left_at + self._longest_s
             if self._gaps.observe(now - left_at):
@@ -218,7 +223,8 @@ class Holding:
         saves_s = self._cost.seconds(computing_s)
         seconds = self.seconds(num_tokens, saves_s)
         self._pays = seconds > 0
-        if not seconds or self.held_tokens + num_tokens > self._most:
+        is_lost = not seconds or self.held_tokens + num_tokens > self._most
+        if is_lost or (session not in self._known and not self._fits(num_tokens)):
             return False
         self._held[session] = _Held(num_tokens, now, now + seconds, saves_s)
         self.held_tokens += num_tokens
