@@ -4,17 +4,21 @@ is given.
 
 An agent's session comes back when its tool has run. To hold its n tokens of N in HBM for h seconds
 
-    saves   P(gap <= h) * s             s: loading or computing them, and queueing, on its return
+    saves   P(gap <= h) * s             s: loading or computing them again on its return
     costs   E[min(gap, h)] * n / N      seconds of the whole HBM, which others could have used
 
-The h with the most left is how long a session is held, and it is 0 where none pays. s is learned
-from sessions that came back and were not held, the gaps from all. A hold is bounded three ways: by
-its end, by the longest one, by the share of HBM that all have. It is let go at once when a request
-has no room: what is expected to gain least a second first.
+The h with the most left is how long a session is held, and it is 0 where none pays. Gaps are
+learned from all sessions, and s from those that came back and had lost their blocks: it is
+computing, times what that has cost over computing, so that a tier that has them makes it small.
 
-Sessions that come back while others use their room thrash: each pays s, and takes the next one's
-room. So a new session waits at the door while those in play are as large as the HBM, and no longer
-than its deadline. Where no hold pays no session waits.
+A hold is bounded by its end, by the longest one, and by the share of HBM that all have. It is let
+go at once when a request has no room: what is expected to gain least a second first.
+
+Sessions that come back after they lost their blocks thrash: each takes the room of the next. So one
+that is out of play waits at the door while those in play may grow to all of that share, and no
+longer than its deadline. A session's first request never waits there, and it is not held while
+there is no room for one more. So the wait of new sessions under overload is before their second
+request. Where no hold pays no request waits.
 
 Source: Continuum (arXiv 2511.02230) holds for a time to live of the same form.
 """
@@ -28,6 +32,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+_Array = npt.NDArray[np.float64]
+
 FIRST_S = 0.0625
 NUM_AGES = 32
 ENDS_S = FIRST_S * 2.0 ** (np.arange(NUM_AGES) / 2)
@@ -39,6 +45,8 @@ RETURNS_MIN = 8
 RETURNS_KEPT = 512
 """About so many count."""
 REFIT_RETURNS = 16
+USUAL_TURNS = 64
+"""About so many count for how long a session's requests are."""
 SESSIONS_MAX = 4096
 """Sessions that are followed while they are away. The oldest is given up for a new one."""
 
@@ -51,6 +59,7 @@ class Gaps:
         self._departed = 0.0
         self._num_seen = 0
         self._hazard = np.zeros(NUM_AGES)
+        self._rates = [0.0] * NUM_AGES
         self.is_known = False
 
     def observe(self, gap_s: float) -> bool:
@@ -70,7 +79,7 @@ class Gaps:
         """One that was followed has not come back."""
         self._departed += 1
 
-    def fit(self, away_s: npt.NDArray[np.float64]) -> None:
+    def fit(self, away_s: _Array) -> None:
         """Learn the hazard of each age.
 
         Args:
@@ -82,18 +91,26 @@ class Gaps:
         later = np.cumsum(self._returned[::-1])[::-1] + self._departed
         at_risk = later + reached
         self._hazard = np.divide(self._returned, at_risk, where=at_risk > 0, out=np.zeros(NUM_AGES))
+        for age in range(NUM_AGES):
+            back, away_s_more = self._ahead(age)
+            self._rates[age] = float((back / away_s_more).max())
         self.is_known = True
 
-    def returned_within(self, age_s: float = 0.0) -> tuple[npt.NDArray[np.float64], ...]:
-        """By age from `age_s` on: the probability that a session is back by its end, and seconds
-        that it stays away until then."""
-        first = min(bisect_right(_ENDS_S, age_s), NUM_AGES - 1)
-        stays = np.cumprod(1 - self._hazard[first:])
+    def returned(self) -> tuple[_Array, _Array]:
+        """By age: the probability that a session is back by its end, and the seconds that it is
+        away until then."""
+        return self._ahead(0)
+
+    def rate(self, age_s: float) -> float:
+        """Returns a second of one that is away for so long, over the best time to wait."""
+        return self._rates[min(bisect_right(_ENDS_S, age_s), NUM_AGES - 1)]
+
+    def _ahead(self, first: int) -> tuple[_Array, _Array]:
+        """As returned(), of one that has reached this age."""
+        stays = np.cumprod(1 - self._hazard[first:], dtype=np.float64)
         before = np.concatenate([[1.0], stays[:-1]])
-        widths = WIDTHS_S[first:].copy()
-        widths[0] = max(ENDS_S[first] - age_s, 1e-3)
         # One that comes back within an age comes in its middle.
-        return 1 - stays, np.cumsum(widths * (before + stays) / 2)
+        return 1 - stays, np.cumsum(WIDTHS_S[first:] * (before + stays) / 2, dtype=np.float64)
 
 
 class ReturnCost:
@@ -135,7 +152,7 @@ class Holding:
 
     Args:
         room_tokens: of the HBM that requests share.
-        share: of it that may be held.
+        share: of it that may be held, and that sessions in play may grow to.
         longest_s: that a session is held.
         defer_s: that a session waits at the door, at most; 0: none waits.
     """
@@ -144,7 +161,7 @@ class Holding:
         self,
         room_tokens: int,
         *,
-        share: float = 1.0,
+        share: float = 0.9,
         longest_s: float = 30.0,
         defer_s: float = 60.0,
     ) -> None:
@@ -157,9 +174,14 @@ class Holding:
         self._cost = ReturnCost()
         self._held: OrderedDict[int, _Held] = OrderedDict()
         self._away: OrderedDict[int, float] = OrderedDict()
+        self._waiting: set[int] = set()
+        """Sessions that have come back and have no room yet."""
         self._present: dict[int, int] = {}
-        """Tokens of sessions that run, are held or wait with their history: those in play."""
-        self._known: set[int] = set()
+        """Tokens of the sessions in play: those that run, and those that are held."""
+        self._first: set[int] = set()
+        """Those of them in their first turn."""
+        self._in_play: float | None = 0.0
+        """Tokens that they may grow to; None: to be counted."""
         self._usual_tokens = 0.0
         self._pays = False
         self.held_tokens = 0
@@ -169,29 +191,31 @@ class Holding:
 
     # ---- the door ----------------------------------------------------------------------
 
+    def came(self, session: int, now: float) -> None:
+        """A request of the session waits."""
+        left_at = self._away.pop(session, None)
+        if left_at is None:
+            return
+        self._waiting.add(session)
+        if session in self._held:  # until it has room, and no longer
+            self._held[session].until = left_at + self._longest_s
+        if self._gaps.observe(now - left_at):
+            self._gaps.fit(now - np.array([*self._away.values()]))
+
     def is_admitted(self, session: int, num_tokens: int, waited_s: float) -> bool:
-        """Whether a request of so many tokens may start. Asked again each step. Cost: a look at
-        each session in play."""
-        is_out = session in self._known and session not in self._present
+        """Whether a request of so many tokens may start. Asked again each step. Cost: O(1), and
+        after a change a look at each session in play."""
+        is_out = session in self._waiting and session not in self._present
         if not is_out or not self._pays or waited_s >= self._defer_s:
             return True
         return self._fits(num_tokens)
 
     def _fits(self, num_tokens: int) -> bool:
-        """Whether one more session can be in play, which may grow to what is usual."""
+        """Whether one more session can be in play. Each may grow to what is usual."""
         usual = self._usual_tokens
-        in_play = sum(max(tokens, usual) for tokens in self._present.values())
-        return not in_play or in_play + max(num_tokens, usual) <= self._room
-
-    def came(self, session: int, now: float) -> None:
-        """A request of the session waits. One that was away is in play again."""
-        left_at = self._away.pop(session, None)
-        if left_at is not None:
-            self._known.add(session)
-            if session in self._held:  # until it has room, and no longer
-                self._held[session].until = left_at + self._longest_s
-            if self._gaps.observe(now - left_at):
-                self._gaps.fit(now - np.array([*self._away.values()]))
+        if self._in_play is None:
+            self._in_play = sum(max(tokens, usual) for tokens in self._present.values())
+        return not self._in_play or self._in_play + max(num_tokens, usual) <= self._most
 
     def started(
         self, session: int, num_tokens: int, computing_s: float = 0.0, return_s: float = 0.0
@@ -201,9 +225,20 @@ class Holding:
         Args:
             computing_s, return_s: as in ReturnCost.observe(); 0 of the first turn.
         """
-        self._drop(session)
-        self._present[session] = num_tokens
+        self._leave(session)
+        if session not in self._waiting:
+            self._first.add(session)
+        self._waiting.discard(session)
+        self._join(session, num_tokens)
         self._cost.observe(computing_s, return_s)
+
+    def gone(self, session: int) -> None:
+        """The session is over, or its request was aborted. What was held for it is let go."""
+        self._leave(session)
+        self._waiting.discard(session)
+        self._first.discard(session)
+        if self._away.pop(session, None) is not None:
+            self._gaps.gave_up()
 
     # ---- holding -----------------------------------------------------------------------
 
@@ -213,29 +248,32 @@ class Holding:
         Args:
             computing_s: for all of its tokens.
         """
-        part = 1 / 64 if self._usual_tokens else 1.0
+        is_first = session in self._first
+        self._first.discard(session)
+        self._leave(session)
+        part = 1 / USUAL_TURNS if self._usual_tokens else 1.0
         self._usual_tokens += part * (num_tokens - self._usual_tokens)
         self._away[session] = now
         if len(self._away) > SESSIONS_MAX:
             self._away.popitem(last=False)
             self._gaps.gave_up()
-        self._present.pop(session, None)
         saves_s = self._cost.seconds(computing_s)
         seconds = self.seconds(num_tokens, saves_s)
         self._pays = seconds > 0
-        is_lost = not seconds or self.held_tokens + num_tokens > self._most
-        if is_lost or (session not in self._known and not self._fits(num_tokens)):
+        if not seconds or self.held_tokens + num_tokens > self._most:
+            return False
+        if is_first and not self._fits(num_tokens):
             return False
         self._held[session] = _Held(num_tokens, now, now + seconds, saves_s)
         self.held_tokens += num_tokens
-        self._present[session] = num_tokens
+        self._join(session, num_tokens)
         return True
 
     def seconds(self, num_tokens: int, saves_s: float) -> float:
         """How long so many tokens are worth to be held; 0: they are not."""
         if not self._gaps.is_known:
             return 0.0
-        back, away_s = self._gaps.returned_within()
+        back, away_s = self._gaps.returned()
         gain = back * saves_s - away_s * num_tokens / self._room
         gain[self._longest_s < ENDS_S] = -np.inf
         best = int(gain.argmax())
@@ -250,25 +288,28 @@ class Holding:
 
     def let_go(self, now: float, wanted_by: int | None = None) -> int | None:
         """The session that is held no more, since a request has no room: the one that gains least
-        a second; that of the request comes last. None: none is held. Cost: a look at each."""
+        a second. Those that are back come last, and that of the request after them. None: none is
+        held. Cost: a look at each."""
         if not self._held:
             return None
-        session = min(
-            self._held, key=lambda one: (one == wanted_by, self._worth(self._held[one], now))
-        )
+
+        def worth(one: int) -> tuple[bool, bool, float]:
+            held = self._held[one]
+            saves_s = self._gaps.rate(now - held.since) * held.saves_s / held.num_tokens
+            return one == wanted_by, one in self._waiting, saves_s
+
+        session = min(self._held, key=worth)
         self._leave(session)
         return session
 
-    def _worth(self, held: _Held, now: float) -> float:
-        """Seconds saved, per second of a token of HBM, by holding on for the best time."""
-        back, away_s = self._gaps.returned_within(now - held.since)
-        return float((back / away_s).max()) * held.saves_s / held.num_tokens
+    def _join(self, session: int, num_tokens: int) -> None:
+        self._present[session] = num_tokens
+        self._in_play = None
 
     def _leave(self, session: int) -> None:
-        self._drop(session)
-        self._present.pop(session, None)
-
-    def _drop(self, session: int) -> None:
+        """The session is not in play."""
         held = self._held.pop(session, None)
         if held is not None:
             self.held_tokens -= held.num_tokens
+        if self._present.pop(session, None) is not None:
+            self._in_play = None
