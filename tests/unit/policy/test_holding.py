@@ -14,7 +14,7 @@ COMPUTING_S = 1.0
 
 def learned(gap_s: float = 1.0, **options: float) -> Holding:
     """Sessions 1000 and on have come back after so long, as often as is needed to know it."""
-    holding = Holding(ROOM, **options)  # type: ignore[arg-type]
+    holding = Holding(ROOM, **options)
     for number in range(RETURNS_MIN):
         session, now = 1000 + number, 100.0 * number
         holding.started(session, TOKENS)
