@@ -61,8 +61,12 @@ def test_what_a_tier_has_is_held_as_long_as_a_load_is_worth() -> None:
 
 
 def test_the_held_share_is_bounded() -> None:
+    """Also of sessions that were held before, and have grown."""
     holding = learned(share=0.25, defer_s=0.0)
     assert [turn(holding, session, 1000.0) for session in range(4)] == [True, True, False, False]
+    holding.came(0, 1001.0)
+    holding.started(0, 2 * TOKENS)
+    assert not holding.ended(0, 2 * TOKENS, COMPUTING_S, 1002.0)
     assert holding.held_tokens <= 0.25 * ROOM
 
 
