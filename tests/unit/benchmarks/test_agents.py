@@ -12,7 +12,6 @@ import pytest
 from attnstore_lab.sim.outcome import Outcome
 from benchmarks import agents
 
-
 ARMS = ("LRU 16 GB", "attnstore 16 GB", "attnstore 16 GB + NVMe", "holding, no tier")
 
 
