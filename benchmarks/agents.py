@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from attnstore_lab.sim.agents import EIGHT, EIGHTEEN, H100, HBM_TOKENS, Load, agents
+from attnstore_lab.sim.agents import EIGHT, EIGHTEEN, H100, HBM_TOKENS, TOKEN_BYTES, Load, agents
 from attnstore_lab.sim.holding_hbm import HoldingHbm
 from attnstore_lab.sim.holding_server import HoldingServer
 from attnstore_lab.sim.outcome import Outcome
@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GB = 1_000_000_000
 NVME_BYTES = 1000 * GB
 RATES = (1, 3, 6, 10)
-SWEEP_DRAM_GB = (1, 4, 16, 64, 128)
+SWEEP_RATES = (1, 3, 10)
+SWEEP_DRAM_GB = (1, 4, 16, 64)
 SWEEP_DISKS_GB_S = (None, 0.2, 1.0, 5.0)
 """Reads; writes are half as fast. None: no NVMe."""
 
@@ -66,12 +67,16 @@ class Arm:
     policy: str
     dram_gb: float = 0
     disk_gb_s: float | None = None
+    hbm_tokens: int = HBM_TOKENS
     holds: bool = False
     """Holds HBM for sessions that are away, and defers new ones."""
 
 
+BOUND = "HBM for all"
+"""No KV that was computed is ever lost: no tier and no hold can do better."""
 PLAIN = Arm("plain", "recompute")
 ARMS = (
+    Arm(BOUND, "recompute", hbm_tokens=100 * HBM_TOKENS),
     Arm("LRU 16 GB", "lru", 16),
     Arm("attnstore 16 GB", "dram", 16),
     Arm("attnstore 16 GB + NVMe", "attnstore", 16, 5.0),
@@ -86,7 +91,9 @@ ARMS = (
 
 def ran(load: Load, rate: float, arm: Arm, seed: int, num_jobs: int | None = None) -> Outcome:
     """Cost: some seconds of one core."""
-    machine = H100.with_sizes(dram=max(1, round(arm.dram_gb * GB)))
+    machine = H100.with_sizes(
+        dram=max(1, round(arm.dram_gb * GB)), hbm=arm.hbm_tokens * TOKEN_BYTES
+    )
     if arm.disk_gb_s:
         speed = round(arm.disk_gb_s * GB)
         machine = machine.with_sizes(nvme=NVME_BYTES, nvme_read=speed, nvme_write=speed // 2)
@@ -170,7 +177,7 @@ def main() -> None:
     plans: list[tuple[str, Load, tuple[int, ...], tuple[Arm, ...]]]
     plans = [("matrix", EIGHTEEN, RATES, ARMS), ("matrix", EIGHT, (3, 6), ARMS)]
     if args.sweep:
-        plans += [("sweep", EIGHTEEN, RATES, sweep_arms()), ("sweep", EIGHT, RATES, sweep_arms())]
+        plans += [("sweep", load, SWEEP_RATES, sweep_arms()) for load in (EIGHTEEN, EIGHT)]
     for part, load, rates, arms in plans:
         for run in compared(load, rates, arms, args.seed, args.jobs):
             found[part].append(run)

@@ -9,14 +9,17 @@ from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.holding_hbm import HoldingHbm
 from attnstore_lab.sim.jobs import EngineStep, Job
 from attnstore_lab.sim.server import Server
+from attnstore_lab.sim.simulated_store import NAMESPACE
 from attnstore_lab.sim.trace import Trace, TraceRequest
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.policy.holding import Holding
 
 
 class HoldingServer(Server):
     """As Server, whose requests without a session are served as ever.
 
-    What a return costs that was not held is the machine's time to load and compute its history.
+    What a return would cost is the machine's time to load and to compute its history.
     """
 
     def __init__(
@@ -52,11 +55,26 @@ class HoldingServer(Server):
         super()._start(job, local, found, step)
         if job.request.session < 0:
             return
-        start, history = job.num_computed_tokens, job.history
-        lost_s = self._machine.prefill_s(local, history) if local < history else 0.0
-        return_s = self._machine.prefill_s(start, history) if start < history else 0.0
-        return_s += self._machine.held_bytes(start - local) / self._machine.hbm_bandwidth
-        self._holding.started(job.request.session, job.num_in_all, lost_s, return_s)
+        computing_s = self._machine.prefill_s(0, job.history)
+        return_s = self._return_s(job) if job.history else 0.0
+        self._holding.started(job.request.session, job.num_in_all, computing_s, return_s)
+
+    def _return_s(self, job: Job) -> float:
+        """Seconds for loading and computing a request's history, if HBM had none of it."""
+        machine, loading_s, start = self._machine, 0.0, 0
+        if self.store is not None:
+            residency, size = self.store.residency, machine.chunk_tokens
+            keys = SequenceKeys(root_key(NAMESPACE, None, b""), job.tokens, size)
+            for entry in residency.index.entries.find_run(keys.keys(0, job.history // size)):
+                chunk = residency.index.live(entry)  # None: at rest on NVMe
+                if chunk is not None and chunk.dram.state is State.READY:
+                    loading_s += machine.chunk_bytes / machine.hbm_bandwidth
+                elif chunk is None or chunk.at(residency.nvme.name).state is State.READY:
+                    loading_s += machine.nvme_chunk_bytes / machine.nvme_read
+                else:
+                    break
+                start += size
+        return loading_s + machine.prefill_s(start, job.history)
 
     def _give_back(self, job: Job) -> None:
         session, computing_s = job.request.session, self._machine.prefill_s(0, job.num_in_all)

@@ -8,8 +8,8 @@ An agent's session comes back when its tool has run. To hold its n tokens of N i
     costs   E[min(gap, h)] * n / N      seconds of the whole HBM, which others could have used
 
 The h with the most left is how long a session is held, and it is 0 where none pays. Gaps are
-learned from all sessions, and s from those that came back and had lost their blocks: it is
-computing, times what that has cost over computing, so that a tier that has them makes it small.
+learned from all sessions. s is computing, times what the returns of others would have cost over
+computing: a tier that still has their KV by then makes it small.
 
 A hold is bounded by its end, by the longest one, and by the share of HBM that all have. It is let
 go at once when a request has no room: what is expected to gain least a second first.
@@ -18,7 +18,7 @@ Sessions that come back after they lost their blocks thrash: each takes the room
 that is out of play waits at the door while those in play may grow to all of that share, and no
 longer than its deadline. A session's first request never waits there, and it is not held while
 there is no room for one more. So the wait of new sessions under overload is before their second
-request. Where no hold pays no request waits.
+request. Where no hold pays, or a tier makes returns cheap, no request waits.
 
 Source: Continuum (arXiv 2511.02230) holds for a time to live of the same form.
 """
@@ -45,6 +45,9 @@ RETURNS_MIN = 8
 RETURNS_KEPT = 512
 """About so many count."""
 REFIT_RETURNS = 16
+DOOR_RATIO = 0.5
+"""Where the return of a lost session costs less than this part of computing it, none waits: loads
+hide behind what others compute, so that waiting for HBM costs more than it saves."""
 USUAL_TURNS = 64
 """About so many count for how long a session's requests are."""
 SESSIONS_MAX = 4096
@@ -114,29 +117,27 @@ class Gaps:
 
 
 class ReturnCost:
-    """What a return costs that HBM has lost, over computing it: below 1 where a tier has it."""
+    """What the return of a session costs whose blocks are lost, over computing all of its history:
+    below 1 where a tier has it."""
 
     def __init__(self) -> None:
         self._seconds = self._computing_s = 0.0
 
-    def observe(self, computing_s: float, seconds: float) -> None:
-        """A session has come back.
+    def observe(self, computing_s: float, return_s: float) -> None:
+        """A session has come back, held or not.
 
         Args:
-            computing_s: for all of its history that HBM had lost.
-            seconds: that loading and computing it took.
+            computing_s: for all of its history.
+            return_s: for loading what tiers have of it, and computing the rest.
         """
-        if computing_s <= 0:
-            return
         keep = 1 - 1 / RETURNS_KEPT
-        self._seconds = keep * self._seconds + seconds
+        self._seconds = keep * self._seconds + return_s
         self._computing_s = keep * self._computing_s + computing_s
 
-    def seconds(self, computing_s: float) -> float:
-        """The same of one whose history takes so long to compute."""
-        if not self._computing_s:
-            return computing_s
-        return computing_s * self._seconds / self._computing_s
+    @property
+    def ratio(self) -> float:
+        """Before any has come back all is computed."""
+        return self._seconds / self._computing_s if self._computing_s else 1.0
 
 
 @dataclass(slots=True)
@@ -208,6 +209,8 @@ class Holding:
         is_out = session in self._waiting and session not in self._present
         if not is_out or not self._pays or waited_s >= self._defer_s:
             return True
+        if self._cost.ratio < DOOR_RATIO:
+            return True
         return self._fits(num_tokens)
 
     def _fits(self, num_tokens: int) -> bool:
@@ -223,7 +226,7 @@ class Holding:
         """A request has its room. What was held for it is its own again.
 
         Args:
-            computing_s, return_s: as in ReturnCost.observe(); 0 of the first turn.
+            computing_s, return_s: as in ReturnCost.observe(); 0 of a first turn.
         """
         self._leave(session)
         if session not in self._waiting:
@@ -257,12 +260,12 @@ class Holding:
         if len(self._away) > SESSIONS_MAX:
             self._away.popitem(last=False)
             self._gaps.gave_up()
-        saves_s = self._cost.seconds(computing_s)
+        saves_s = computing_s * self._cost.ratio
         seconds = self.seconds(num_tokens, saves_s)
         self._pays = seconds > 0
         if not seconds or self.held_tokens + num_tokens > self._most:
             return False
-        if is_first and not self._fits(num_tokens):
+        if is_first and self._cost.ratio >= DOOR_RATIO and not self._fits(num_tokens):
             return False
         self._held[session] = _Held(num_tokens, now, now + seconds, saves_s)
         self.held_tokens += num_tokens

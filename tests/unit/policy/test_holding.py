@@ -52,6 +52,18 @@ def test_a_gap_longer_than_the_longest_hold_is_not_held() -> None:
     assert not turn(learned(gap_s=2.0, longest_s=1.0), 1, 1000.0)
 
 
+def test_the_door_is_open_where_a_tier_makes_returns_cheap() -> None:
+    """A hold still pays: a return costs a third of computing, and computing takes 1 s."""
+    holding = learned(share=0.5)
+    for session in range(600):
+        holding.started(100 + session, TOKENS, COMPUTING_S, COMPUTING_S / 3)
+        holding.gone(100 + session)
+    for session in range(6):
+        assert turn(holding, session, 1000.0) == (session < 5)
+    holding.came(5, 1000.5)
+    assert holding.is_admitted(5, TOKENS, waited_s=0.0)
+
+
 def test_what_a_tier_has_is_held_as_long_as_a_load_is_worth() -> None:
     holding = learned(gap_s=1.0)
     for session in range(200):  # lost, and back in a hundredth of the time that computing takes
