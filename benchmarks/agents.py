@@ -72,11 +72,9 @@ class Arm:
     """Holds HBM for sessions that are away, and defers new ones."""
 
 
-BOUND = "HBM for all"
-"""No KV that was computed is ever lost: no tier and no hold can do better."""
 PLAIN = Arm("plain", "recompute")
 ARMS = (
-    Arm(BOUND, "recompute", hbm_tokens=100 * HBM_TOKENS),
+    Arm("HBM for all", "recompute", hbm_tokens=100 * HBM_TOKENS),
     Arm("LRU 16 GB", "lru", 16),
     Arm("attnstore 16 GB", "dram", 16),
     Arm("attnstore 16 GB + NVMe", "attnstore", 16, 5.0),
