@@ -41,7 +41,9 @@ class HoldingServer(Server):
 
     def _is_admitted(self, job: Job) -> bool:
         session, waited_s = job.request.session, self.now - job.arrival_time
-        return session < 0 or self._holding.is_admitted(session, job.num_prompt_tokens, waited_s)
+        return session < 0 or self._holding.is_admitted(
+            session, job.num_prompt_tokens, waited_s, self.now
+        )
 
     def _take(self, job: Job) -> bool:
         while not super()._take(job):

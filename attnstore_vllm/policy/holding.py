@@ -25,6 +25,7 @@ Source: Continuum (arXiv 2511.02230) holds for a time to live of the same form.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ REFIT_RETURNS = 16
 DOOR_RATIO = 0.5
 """Where the return of a lost session costs less than this part of computing it, none waits: loads
 hide behind what others compute, so that waiting for HBM costs more than it saves."""
+SHORT_S = 30.0
+"""So long after a session was let go for others HBM counts as too small for all."""
 USUAL_TURNS = 64
 """About so many count for how long a session's requests are."""
 SESSIONS_MAX = 4096
@@ -185,6 +188,7 @@ class Holding:
         """Tokens that they may grow to; None: to be counted."""
         self._usual_tokens = 0.0
         self._pays = False
+        self._let_go_at = -math.inf
         self.held_tokens = 0
 
     def __contains__(self, session: int) -> bool:
@@ -203,15 +207,19 @@ class Holding:
         if self._gaps.observe(now - left_at):
             self._gaps.fit(now - np.array([*self._away.values()]))
 
-    def is_admitted(self, session: int, num_tokens: int, waited_s: float) -> bool:
+    def is_admitted(self, session: int, num_tokens: int, waited_s: float, now: float) -> bool:
         """Whether a request of so many tokens may start. Asked again each step. Cost: O(1), and
         after a change a look at each session in play."""
         is_out = session in self._waiting and session not in self._present
-        if not is_out or not self._pays or waited_s >= self._defer_s:
-            return True
-        if self._cost.ratio < DOOR_RATIO:
+        if not is_out or waited_s >= self._defer_s or not self._is_guarded(now):
             return True
         return self._fits(num_tokens)
+
+    def _is_guarded(self, now: float) -> bool:
+        """Whether sessions wait at the door: holds pay, tiers do not make up for their loss, and
+        one was let go lately."""
+        is_short = now - self._let_go_at < SHORT_S
+        return is_short and self._pays and self._cost.ratio >= DOOR_RATIO
 
     def _fits(self, num_tokens: int) -> bool:
         """Whether one more session can be in play. Each may grow to what is usual."""
@@ -265,7 +273,7 @@ class Holding:
         self._pays = seconds > 0
         if not seconds or self.held_tokens + num_tokens > self._most:
             return False
-        if is_first and self._cost.ratio >= DOOR_RATIO and not self._fits(num_tokens):
+        if is_first and self._is_guarded(now) and not self._fits(num_tokens):
             return False
         self._held[session] = _Held(num_tokens, now, now + seconds, saves_s)
         self.held_tokens += num_tokens
@@ -301,6 +309,7 @@ class Holding:
             saves_s = self._gaps.rate(now - held.since) * held.saves_s / held.num_tokens
             return one == wanted_by, one in self._waiting, saves_s
 
+        self._let_go_at = now
         session = min(self._held, key=worth)
         self._leave(session)
         return session

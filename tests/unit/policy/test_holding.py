@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnstore_vllm.policy.holding import ENDS_S, RETURNS_MIN, Holding
+from attnstore_vllm.policy.holding import ENDS_S, RETURNS_MIN, SHORT_S, Holding
 
 ROOM = 100_000
 TOKENS = 10_000
@@ -58,10 +58,8 @@ def test_the_door_is_open_where_a_tier_makes_returns_cheap() -> None:
     for session in range(600):
         holding.started(100 + session, TOKENS, COMPUTING_S, COMPUTING_S / 3)
         holding.gone(100 + session)
-    for session in range(6):
-        assert turn(holding, session, 1000.0) == (session < 5)
-    holding.came(5, 1000.5)
-    assert holding.is_admitted(5, TOKENS, waited_s=0.0)
+    crowded(holding)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
 
 
 def test_what_a_tier_has_is_held_as_long_as_a_load_is_worth() -> None:
@@ -99,27 +97,38 @@ def test_one_that_is_back_is_held_until_it_has_room_or_the_longest_hold_is_over(
     assert holding.over(1020.0) == [1]
 
 
-def test_a_session_that_lost_its_blocks_waits_while_those_in_play_fill_the_room() -> None:
-    holding = learned(share=0.5)
-    assert not turn(holding, 9, 990.0, computing_s=0.0)
+def crowded(holding: Holding) -> None:
+    """Session 9 was let go for the room of others, has come back, and five are in play."""
+    assert turn(holding, 9, 999.0)
+    assert holding.let_go(1000.0) == 9
     for session in range(5):
         assert turn(holding, session, 1000.0)
     holding.came(9, 1000.5)
-    assert not holding.is_admitted(9, TOKENS, waited_s=1.0)
-    assert holding.is_admitted(9, TOKENS, waited_s=60.0), "its deadline is over"
-    assert holding.is_admitted(0, TOKENS, waited_s=0.0), "it is held"
-    assert holding.is_admitted(77, TOKENS, waited_s=0.0), "a first request never waits"
+
+
+def test_a_session_that_lost_its_blocks_waits_while_those_in_play_fill_the_room() -> None:
+    holding = learned(share=0.5)
+    crowded(holding)
+    assert not holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
+    assert holding.is_admitted(9, TOKENS, waited_s=60.0, now=1001.0), "its deadline is over"
+    assert holding.is_admitted(0, TOKENS, waited_s=0.0, now=1001.0), "it is held"
+    assert holding.is_admitted(77, TOKENS, waited_s=0.0, now=1001.0), "it is its first request"
     assert not turn(holding, 77, 1000.6), "and there is no room for one more in play"
     holding.gone(3)
-    assert holding.is_admitted(9, TOKENS, waited_s=1.0)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
+
+
+def test_the_door_is_open_again_when_none_was_let_go_lately() -> None:
+    holding = learned(share=0.5)
+    crowded(holding)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1000.0 + SHORT_S)
 
 
 def test_the_door_is_open_where_no_hold_pays() -> None:
-    holding = learned(gap_s=60.0, longest_s=600.0, share=0.5)
-    for session in range(6):
-        assert not turn(holding, session, 1000.0)
-    holding.came(0, 1060.0)
-    assert holding.is_admitted(0, TOKENS, waited_s=0.0)
+    holding = learned(share=0.5)
+    crowded(holding)
+    assert not turn(holding, 100, 1000.6, computing_s=0.01)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
 
 
 def test_sessions_that_never_come_back_shorten_the_hold() -> None:
