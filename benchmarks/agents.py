@@ -8,7 +8,8 @@ Simulated: the store and its policies are the server's own code, the machine is 
 time: ours over ours simulated, theirs over theirs.
 
 The page's takeaway is that undersized DRAM is worse than none. So this fails where a job takes
-longer with any tier of ours than without. --sweep tries sizes from 1 GB on, slow disks and rates.
+longer with any tier of ours than without, or with holding, where lengths and tools are drawn too.
+--sweep tries sizes from 1 GB on, slow disks and rates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from attnstore_lab.sim.agents import EIGHT, EIGHTEEN, H100, HBM_TOKENS, TOKEN_BYTES, Load, agents
+from attnstore_lab.sim.agents import (
+    EIGHT,
+    EIGHTEEN,
+    H100,
+    HBM_TOKENS,
+    TOKEN_BYTES,
+    Load,
+    agents,
+    drawn,
+)
 from attnstore_lab.sim.holding_hbm import HoldingHbm
 from attnstore_lab.sim.holding_server import HoldingServer
 from attnstore_lab.sim.outcome import Outcome
@@ -36,6 +46,8 @@ NVME_BYTES = 1000 * GB
 RATES = (1, 3, 6, 10)
 DRAWS = 4
 """Of arrivals, whose mean counts where the first says that a tier is worse than none."""
+DRAWN_RATES = (1, 3, 10)
+DRAWN_TOOLS_S = (0.5, 1, 3, 10, 30)
 SWEEP_RATES = (1, 3, 10)
 SWEEP_DRAM_GB = (1, 4, 16, 64)
 SWEEP_DISKS_GB_S = (None, 0.2, 1.0, 5.0)
@@ -74,6 +86,7 @@ class Arm:
 
 
 PLAIN = Arm("plain", "recompute")
+HOLDING = Arm("holding, no tier", "recompute", holds=True)
 ARMS = (
     Arm("HBM for all", "recompute", hbm_tokens=100 * HBM_TOKENS),
     Arm("LRU 16 GB", "lru", 16),
@@ -81,7 +94,7 @@ ARMS = (
     Arm("attnstore 16 GB + NVMe", "attnstore", 16, 5.0),
     Arm("LRU 128 GB", "lru", 128),
     Arm("attnstore 128 GB", "dram", 128),
-    Arm("holding, no tier", "recompute", holds=True),
+    HOLDING,
     Arm("holding, 16 GB", "dram", 16, holds=True),
     Arm("holding, 16 GB + NVMe", "attnstore", 16, 5.0, holds=True),
     Arm("holding, 128 GB", "dram", 128, holds=True),
@@ -159,7 +172,7 @@ def is_worse(run: dict[str, Any]) -> bool:
 
 def line(run: dict[str, Any]) -> str:
     return (
-        f"{run['load']:<9}{run['jobs_per_s']:>4}/s  {run['name']:<28}{run['job_s']:>8.1f} s"
+        f"{run['load']:<20}{run['jobs_per_s']:>4}/s  {run['name']:<28}{run['job_s']:>8.1f} s"
         f"{run['over_plain']:>7.2f}{run['found']:>8.1%}{run['found_in_hbm']:>8.1%} in HBM"
         f"{run['ttft_p50_s']:>8.2f}{run['ttft_p99_s']:>8.2f}{run['new_ttft_p99_s']:>8.2f} s"
     )
@@ -170,7 +183,7 @@ def published_lines() -> Iterator[str]:
         for rate, arms in rates.items():
             for name, seconds in arms.items():
                 over = seconds / arms["plain"]
-                yield f"{load:<9}{rate:>4}/s  {name:<28}{seconds:>8.1f} s{over:>7.2f}"
+                yield f"{load:<20}{rate:>4}/s  {name:<28}{seconds:>8.1f} s{over:>7.2f}"
 
 
 def main() -> None:
@@ -183,9 +196,10 @@ def main() -> None:
     args = parser.parse_args()
     print("published, on an H100: job seconds, over plain", *published_lines(), sep="\n")
     print("simulated: job seconds, over plain, prompt tokens found, TTFT p50, p99, p99 of new ones")
-    found: dict[str, list[dict[str, Any]]] = {"matrix": [], "sweep": []}
+    found: dict[str, list[dict[str, Any]]] = {"matrix": [], "drawn": [], "sweep": []}
     plans: list[tuple[str, Load, tuple[int, ...], tuple[Arm, ...]]]
     plans = [("matrix", EIGHTEEN, RATES, ARMS), ("matrix", EIGHT, (3, 6), ARMS)]
+    plans += [("drawn", drawn(tool_s), DRAWN_RATES, (HOLDING,)) for tool_s in DRAWN_TOOLS_S]
     if args.sweep:
         plans += [("sweep", load, SWEEP_RATES, sweep_arms()) for load in (EIGHTEEN, EIGHT)]
     for part, load, rates, arms in plans:

@@ -13,7 +13,8 @@ them of the system prompt. Prompts grow evenly here, to that median. The 8 promp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +40,9 @@ class Load:
     num_jobs: int
     shared_tokens: int = 0
     """The beginning of all prompts."""
+    is_drawn: bool = False
+    """Each job has a number of turns, new tokens and tool times of its own; `prompts` and `tool_s`
+    are about their medians."""
 
 
 EIGHTEEN = Load(
@@ -78,17 +82,39 @@ def agents(load: Load, jobs_per_s: float, seed: int, num_jobs: int | None = None
     Args:
         num_jobs: those of the load.
     """
+    rng = np.random.default_rng(seed)
     count = load.num_jobs if num_jobs is None else num_jobs
-    gaps = np.random.default_rng(seed).exponential(size=count)
+    gaps = rng.exponential(size=count)
     begins = np.cumsum(gaps) * (count / jobs_per_s / gaps.sum())
     requests = []
     for job, begin in enumerate(begins.tolist()):
-        for turn, prompt in enumerate(load.prompts):
+        for turn, (prompt, gap_s) in enumerate(_turns(load, rng)):
             known = prompt + load.answer_tokens
             chunks = np.arange(-(-known // CHUNK_TOKENS), dtype=np.int64)
             chunks[load.shared_tokens // CHUNK_TOKENS :] += (job + 1) * _STRIDE
-            at, think_s = begin + turn * 1e-6, load.tool_s if turn else 0.0
+            at, think_s = begin + turn * 1e-6, gap_s if turn else 0.0
             requests.append(
                 TraceRequest(at, chunks, prompt, load.answer_tokens, known, job, think_s)
             )
     return make_trace(load.name, CHUNK_TOKENS, requests)
+
+
+def drawn(tool_s: float) -> Load:
+    """Jobs of some 18 turns, each of its own, whose tools take about so long."""
+    name = f"drawn, tools {tool_s:g} s"
+    return replace(EIGHTEEN, name=name, tool_s=tool_s, num_jobs=150, is_drawn=True)
+
+
+def _turns(load: Load, rng: np.random.Generator) -> Iterator[tuple[int, float]]:
+    """(tokens of the prompt, seconds before it) of one job."""
+    if not load.is_drawn:
+        yield from ((prompt, load.tool_s) for prompt in load.prompts)
+        return
+    usual = len(load.prompts)
+    growth = (load.prompts[-1] - load.prompts[0]) / (usual - 1) - load.answer_tokens
+    prompt = load.shared_tokens + round(
+        (load.prompts[0] - load.shared_tokens) * rng.lognormal(0, 0.5)
+    )
+    for _ in range(max(1, round(rng.normal(usual, usual / 3)))):
+        yield prompt, load.tool_s * float(rng.lognormal(0, 1))
+        prompt += load.answer_tokens + round(growth * rng.lognormal(-0.5, 1))

@@ -27,6 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: Path, slower: str = "") -> None:
 
     monkeypatch.setattr(agents, "ran", slowed)
     monkeypatch.setattr(agents, "RATES", (3,))
+    monkeypatch.setattr(agents, "DRAWN_RATES", (3,))
     monkeypatch.setattr(agents, "ARMS", [arm for arm in agents.ARMS if arm.name in ARMS])
     command = ["agents", "--simulated", "--jobs", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from attnstore_lab.sim.agents import EIGHT, EIGHTEEN, H100, HBM_TOKENS, TOKEN_BYTES, agents
+from attnstore_lab.sim.agents import EIGHT, EIGHTEEN, H100, HBM_TOKENS, TOKEN_BYTES, agents, drawn
 from attnstore_lab.sim.holding_hbm import HoldingHbm
 from attnstore_lab.sim.holding_server import HoldingServer
 from attnstore_lab.sim.server import Server
@@ -36,6 +37,13 @@ def test_jobs_share_the_system_prompt_and_nothing_else() -> None:
     one, other = (next(r for r in trace.requests if r.session == job) for job in (0, 1))
     assert one.chunks[:2].tolist() == other.chunks[:2].tolist()
     assert not set(one.chunks[2:].tolist()) & set(other.chunks.tolist())
+
+
+def test_jobs_that_are_drawn_are_about_as_long() -> None:
+    trace = agents(drawn(3.0), 3, seed=1)
+    assert np.median([r.num_tokens for r in trace.requests]) == pytest.approx(6945, rel=0.2)
+    assert len(trace.requests) / 150 == pytest.approx(18, rel=0.1)
+    assert np.median([r.think_s for r in trace.requests if r.think_s]) == pytest.approx(3, rel=0.1)
 
 
 def test_a_job_that_is_alone_takes_its_tools_its_answers_and_its_new_tokens() -> None:
