@@ -194,6 +194,11 @@ class Holding:
     def __contains__(self, session: int) -> bool:
         return session in self._held
 
+    @property
+    def return_cost(self) -> float:
+        """What the return of a lost session costs over computing it, by what was seen."""
+        return self._cost.ratio
+
     # ---- the door ----------------------------------------------------------------------
 
     def came(self, session: int, now: float) -> None:
