@@ -20,12 +20,22 @@ class HoldingServer(Server):
     """As Server, whose requests without a session are served as ever.
 
     What a return would cost is the machine's time to load and to compute its history.
+
+    Args:
+        blocks: another HBM than HoldingHbm makes.
     """
 
     def __init__(
-        self, trace: Trace, machine: Machine, policy: str, holding: Holding, **options: Any
+        self,
+        trace: Trace,
+        machine: Machine,
+        policy: str,
+        holding: Holding,
+        *,
+        blocks: HoldingHbm | None = None,
+        **options: Any,
     ) -> None:
-        self._blocks = HoldingHbm(machine, trace.chunk_tokens)
+        self._blocks = blocks or HoldingHbm(machine, trace.chunk_tokens)
         super().__init__(trace, machine, policy, hbm=self._blocks, **options)
         self._holding = holding
 

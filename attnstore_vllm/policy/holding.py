@@ -120,8 +120,8 @@ class Gaps:
 
 
 class ReturnCost:
-    """What the return of a session costs whose blocks are lost, over computing all of its history:
-    below 1 where a tier has it."""
+    """The cost of a return whose blocks are lost, over computing all of its history: below 1 where
+    a tier has it."""
 
     def __init__(self) -> None:
         self._seconds = self._computing_s = 0.0
@@ -193,11 +193,6 @@ class Holding:
 
     def __contains__(self, session: int) -> bool:
         return session in self._held
-
-    @property
-    def return_cost(self) -> float:
-        """What the return of a lost session costs over computing it, by what was seen."""
-        return self._cost.ratio
 
     # ---- the door ----------------------------------------------------------------------
 

@@ -61,47 +61,71 @@ def trace_of(drawn: list[Session]) -> Trace:
     return make_trace("drawn", SIZE, requests)
 
 
+class WatchedHbm(HoldingHbm):
+    def __init__(self) -> None:
+        super().__init__(MACHINE, SIZE)
+
+    @property
+    def sessions(self) -> set[int]:
+        return set(self._held)
+
+    def check(self) -> None:
+        """Bytes in use are those of running requests and of holds, each block once."""
+        users: Counter[int] = Counter()
+        for chunks in [*self._hits.values(), *self._held.values()]:
+            users.update(chunks)
+        assert users == self._users
+        assert not set(users) & set(self._cached), "a block is in use, or is cached"
+        own = sum(j.num_in_all - SIZE * len(self._hits[key]) for key, j in self._running.items())
+        assert self._taken == own + SIZE * len(users)
+        is_alone = len(self._running) == 1 and not self._held
+        assert is_alone or self._taken + SIZE * len(self._cached) <= MACHINE.hbm
+
+    def check_empty(self) -> None:
+        assert not self._held and not self._running and self._taken == 0
+
+
+class WatchedHolding(Holding):
+    @property
+    def sessions(self) -> set[int]:
+        return set(self._held)
+
+
 class Watched(HoldingServer):
     """Checks after each step what holds for any load."""
 
     def __init__(self, trace: Trace) -> None:
-        self.policy = Holding(MACHINE.hbm, share=SHARE, longest_s=LONGEST_S, defer_s=DEFER_S)
-        super().__init__(trace, MACHINE, "recompute", self.policy)
+        self.policy = WatchedHolding(MACHINE.hbm, share=SHARE, longest_s=LONGEST_S, defer_s=DEFER_S)
+        self.blocks = WatchedHbm()
+        super().__init__(trace, MACHINE, "recompute", self.policy, blocks=self.blocks)
         self.left_at: dict[int, float] = {}
         self.num_held = 0
+        self.num_deferred = 0
 
     def _schedule(self) -> EngineStep:
         step = super()._schedule()
-        held = self._blocks._held
-        assert set(held) == set(self.policy._held), "both know who is held"
+        assert self.blocks.sessions == self.policy.sessions, "both know who is held"
         assert self.policy.held_tokens <= SHARE * MACHINE.hbm
-        for session in held:
+        for session in self.blocks.sessions:
             assert self.now - self.left_at[session] <= LONGEST_S, "no longer than the longest hold"
-        check_blocks(self._blocks)
+        self.blocks.check()
         return step
 
     def _give_back(self, job: Job) -> None:
         super()._give_back(job)
         self.left_at[job.request.session] = self.now
-        self.num_held += job.request.session in self._blocks._held
+        self.num_held += job.request.session in self.blocks.sessions
 
     def _is_admitted(self, job: Job) -> bool:
         is_admitted = super()._is_admitted(job)
         assert is_admitted or self.now - job.arrival_time < DEFER_S, "the door has a deadline"
+        self.num_deferred += not is_admitted
         return is_admitted
 
-
-def check_blocks(hbm: HoldingHbm) -> None:
-    """Bytes in use are those of running requests and of holds, each block once."""
-    users: Counter[int] = Counter()
-    for chunks in [*hbm._hits.values(), *hbm._held.values()]:
-        users.update(chunks)
-    assert users == hbm._users
-    assert not set(users) & set(hbm._cached), "a block is in use, or is cached"
-    own = sum(job.num_in_all - SIZE * len(hbm._hits[key]) for key, job in hbm._running.items())
-    assert hbm._taken == own + SIZE * len(users)
-    alone = len(hbm._running) == 1 and not hbm._held
-    assert alone or hbm._taken + SIZE * len(hbm._cached) <= MACHINE.hbm
+    def wait(self, seconds: float) -> None:
+        """All are served, and time goes on."""
+        self.now += seconds
+        self._schedule()
 
 
 @given(sessions)
@@ -110,15 +134,15 @@ def test_holds_are_bounded_and_let_go_and_all_are_served(drawn: list[Session]) -
     server = Watched(trace)
     out = server.run()
     assert out.num_requests == len(trace.requests), "none starves"
-    server.now += LONGEST_S
-    server._schedule()
-    assert not server._blocks._held and server._blocks._taken == 0
+    server.wait(LONGEST_S)
+    server.blocks.check_empty()
     assert server.policy.held_tokens == 0
 
 
-def test_the_property_is_of_servers_that_hold() -> None:
-    """A load like those drawn, in which sessions are held, let go and deferred."""
+def test_the_property_is_of_servers_that_hold_and_defer() -> None:
+    """A load like those drawn."""
     turns = [(100, 10, 0.5)] * 5
     server = Watched(trace_of([Session(0.05 * number, turns) for number in range(24)]))
     server.run()
     assert server.num_held > 20
+    assert server.num_deferred > 20
