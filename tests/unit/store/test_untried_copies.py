@@ -141,9 +141,7 @@ def test_what_an_earlier_process_left_goes_to_others_once_some_of_it_has_agreed(
     image = bytes(device.image)
     others = Others()
     given = {"audit": AuditConfig(rate=1.0), "path": tmp_path, "comparisons": (BITS,)}
-    rig, _ = open_rig(
-        image=image, more_tiers=(MakeRemoteDict(others, takes_writes=True),), **given
-    )
+    rig, _ = open_rig(image=image, more_tiers=(MakeRemoteDict(others, takes_writes=True),), **given)
     for request_id in ("one", "two"):
         asks(rig, request_id, tokens)
     assert rig.chunk(names[0]).brought_by == NVME
