@@ -185,10 +185,10 @@ class Offers:
             chosen = self._documents.chosen(num_tokens)
             if not self._costs.passes_pay(held, local, num_bytes, chosen):
                 return Cause.SLOWER
-            return None
-        ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
-        if held and not self._costs.copy_pays(local, stop, ahead_s):
-            return Cause.SLOWER
+        elif held:
+            ahead_s = self._ahead_s(state, held) if self._costs.ahead_layers else None
+            if not self._costs.copy_pays(local, stop, ahead_s):
+                return Cause.SLOWER
         if self._audits is None or stop - local < MIN_LOAD_TOKENS:
             return None
         return Cause.AUDIT if self._audits.takes(state, held, rest, stop - local) else None

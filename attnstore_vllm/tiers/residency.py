@@ -107,7 +107,7 @@ class Residency:
         """All in which a slot may stand."""
         self.pinning = Pinning(self._tiers, self.counts)
         self.on_trial: Callable[[str], bool] = lambda _: False
-        """Whether copies of what this tier of others has are no other's yet (store/trial.py)."""
+        """Whether what this tier has is no other's yet (store/trial.py)."""
         self.watch: Announced | None = None
         """Told of chunks that come to tiers and leave them, where routers want to know."""
 
@@ -367,9 +367,14 @@ class Residency:
     def _refuse_if_not_wanted(self, chunk: Chunk) -> None:
         """Tiers behind do not get what has ended, nor what DRAM alone may have, nor what is on
         trial: so DRAM gives it up like what is clean."""
-        is_kept_here = chunk.dram_only or self.on_trial(chunk.origin)
-        if is_kept_here or chunk.run.priority <= Priority.ENDED:
+        if chunk.dram_only or self.is_on_trial(chunk) or chunk.run.priority <= Priority.ENDED:
             chunk.refused_by.update(tier.name for tier in self.behind)
+
+    def is_on_trial(self, chunk: Chunk) -> bool:
+        """Whether the tier is that its bytes came up from, or will, or that it was copied from."""
+        of = (tier.name for tier in self.behind if tier.name in chunk.behind)
+        source = next(of, "") if chunk.dram.state is State.ABSENT else chunk.brought_by
+        return self.on_trial(source) or self.on_trial(chunk.origin)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
 
@@ -479,10 +484,8 @@ class Residency:
         return True
 
     def finish_fetch(self, chunk: Chunk, verified: bool) -> None:
-        """The read has ended; `verified` says that the bytes are those that were written.
-
-        Its tokens are known by then: they came up with the bytes, see PrefixIndex.learn().
-        """
+        """The read has ended; `verified` says that the bytes are those that were written. Its
+        tokens are known by then: they came up with the bytes, see PrefixIndex.learn()."""
         assert chunk.dram.state is State.READING
         chunk.at(chunk.came_from).uses -= 1
         chunk.dram.state = State.READY
@@ -491,6 +494,7 @@ class Residency:
             self.drop(chunk)
         elif chunk.came_from in self._asked and not chunk.dropped:
             self._copied(chunk)
+        self._refuse_if_not_wanted(chunk)
         self._place(chunk)
         self.release(chunk)
 

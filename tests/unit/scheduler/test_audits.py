@@ -18,6 +18,7 @@ import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.scheduler.messages import StepReport
@@ -236,6 +237,37 @@ def test_a_trial_that_cannot_be_held_ends(start: Start, caplog: pytest.LogCaptur
     assert found == PUT_OFF_MAX * [0] + [2 * CHUNK]
     assert world.outcomes() == {}
     assert "serves it uncompared" in caplog.text
+
+
+def test_documents_of_a_tier_that_is_on_trial_are_not_served(start: Start) -> None:
+    """A request for its trial has computed some of them, and they are known by their content."""
+    config = TruncationConfig(
+        enabled=True, shared_by="everyone", documents=True, min_tokens=2 * CHUNK
+    )
+    passes = {"why_not_moved": None, "why_no_passes": None, "pass_tokens": 1024, "pass_rows": 8}
+    store = {"truncation": config}
+    world = start(rate=1e-9, slots=32, store=store, truncation=config, **passes)
+    tokens = tokens_of(1, LENGTH)
+    nvme_alone(world, tokens)
+    first = world.asks(tokens, "one")
+    assert first.found == 0
+    half = 2 * CHUNK
+    world.report(world.side.build_step(output({"one": (0, half)}, {})))
+    first.num_computed_tokens = half
+    document = [*range(5000, 5020), *tokens[:half], *range(6000, 6020)]
+    second = world.asks(document, "two")
+    assert second.found == 0
+    for request in (first, second):
+        world.end_step(request)
+        world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"agreed": 4}
+    third = world.asks([*range(7000, 7020), *tokens[:half], *range(8000, 8020)], "three")
+    assert third.found > half, "they have agreed"
+    world.end_step()
+    world.end_step(third)
+    world.finish(third)
 
 
 def test_the_wrong_chunk_is_found_and_no_other(start: Start) -> None:

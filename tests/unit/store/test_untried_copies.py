@@ -126,3 +126,27 @@ def test_what_was_computed_here_says_nothing_of_the_tier(open_rig: Rigs, tmp_pat
     rig.store.finish_saves([copy])
     rig.until_idle()
     assert rig.store.audit.trial.is_open(NVME), "what NVMe has was compared with nothing"
+
+
+def test_what_an_earlier_process_left_goes_to_others_once_some_of_it_has_agreed(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """They would serve it, if they have passed their own trial of that tier."""
+    tokens = conversation(1, NUM_TOKENS)
+    names = names_of(sequence_of(tokens))[:3]
+    old, device = open_rig()
+    for name in names:
+        assert old.put(name, bytes(PAYLOAD_BYTES)) is not None
+    device.settle()
+    image = bytes(device.image)
+    others = Others()
+    given = {"audit": AuditConfig(rate=1.0), "path": tmp_path, "comparisons": (BITS,)}
+    rig, _ = open_rig(image=image, more_tiers=(MakeRemoteDict(others, takes_writes=True),), **given)
+    for request_id in ("one", "two"):
+        asks(rig, request_id, tokens)
+    assert rig.chunk(names[0]).brought_by == NVME
+    assert not others.records, "NVMe is on trial"
+    assert rig.store.audit is not None
+    rig.store.audit.trial.close(NVME)
+    asks(rig, "three", tokens)
+    assert len(others.records) == 3

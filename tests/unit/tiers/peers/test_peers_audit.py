@@ -9,9 +9,9 @@ import pytest
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
-from attnstore_vllm.types import DRAM, PEERS
+from attnstore_vllm.types import DRAM, NVME, PEERS
 from tests.helpers import PAYLOAD_BYTES, conversation, names_of, payload_of, sequence_of
-from tests.peer_engine import PeerEngine
+from tests.peer_engine import SLOTS, PeerEngine
 
 BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 4)], None)
 TOKENS = 4 * 16
@@ -60,6 +60,31 @@ def test_what_is_on_trial_is_given_to_no_sibling(tmp_path: Path, is_tried: bool)
         assert here.store.audit is not None
         if is_tried:
             here.store.audit.trial.close(PEERS)
+        assert sibling.tokens(1, TOKENS) == (TOKENS if is_tried else 0)
+    finally:
+        for engine in (here, sibling):
+            engine.wait(engine.is_idle)
+            engine.close()
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+@pytest.mark.parametrize("has_come_up", [True, False])
+def test_what_nvme_has_is_given_to_no_sibling_before_it_is_tried(
+    tmp_path: Path, has_come_up: bool, is_tried: bool
+) -> None:
+    """An earlier process may have left it. It would be served there, as a sibling's."""
+    here = PeerEngine(tmp_path, 0, audit=AuditConfig(rate=1.0), comparisons=(BITS,))
+    sibling = PeerEngine(tmp_path, 1)
+    try:
+        sibling.wait_ready()
+        here.put(1, TOKENS)
+        here.wait(here.is_idle)
+        here.push_out(2, SLOTS)
+        if has_come_up:
+            assert here.read(1, TOKENS)["tiers"] == {NVME: TOKENS}
+        assert here.store.audit is not None
+        if is_tried:
+            here.store.audit.trial.close(NVME)
         assert sibling.tokens(1, TOKENS) == (TOKENS if is_tried else 0)
     finally:
         for engine in (here, sibling):
