@@ -16,6 +16,7 @@ from attnstore_vllm.connector.connector import AttnStoreConnector
 from attnstore_vllm.connector.kv_events import teller_of
 from attnstore_vllm.connector.metrics import LABELS
 from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.types import OWN_PASS
 
 # What vLLM 0.32 imports for itself it has; whoever asks from then on meets vLLM 0.31.
 WITHOUT_SOURCES = """
@@ -54,7 +55,7 @@ def test_a_vllm_that_does_not_know_where_hits_came_from() -> None:
 )
 def test_hits_of_each_tier_have_a_name_of_vllms() -> None:
     """Without one vLLM warns, and counts all hits of the request as from nowhere."""
-    assert set(hit_sources()) == set(LABELS["loaded_tokens"])
+    assert set(hit_sources()) == {*LABELS["loaded_tokens"], OWN_PASS}
 
 
 class Heard:

@@ -294,6 +294,7 @@ def test_a_report_says_where_the_prompt_came_from(server: VllmServer) -> None:
         "dram_tokens": 0,
         "nvme_tokens": 0,
         "moved_tokens": 0,
+        "own_pass_tokens": 0,
         "computed_tokens": length,
         "why_computed": "not_stored",
         "why_not_stored": None,
