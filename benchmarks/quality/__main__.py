@@ -107,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of training, in all")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of texts")
     parser.add_argument("--model", "--out", type=Path, default=MODEL, help="the model's directory")
+    parser.add_argument("--two-hops", action="store_true", help="train for documents")
     parser.add_argument("--stored", choices=STORED, default="bfloat16", help="how KV is kept")
     parser.add_argument("--documents", type=int, default=Settings().documents)
     parser.add_argument("--no-server", action="store_true", help="leave out the real server")
@@ -127,7 +128,11 @@ def main() -> None:
     is_there = (args.model / CONFIG_FILE).exists()
     if args.command == "train" or (args.command is None and not is_there):
         texts = args.text or data.default_texts()
-        run_training(texts, args.minutes, args.model, Shape(), Recipe(seed=args.seed))
+        if args.two_hops:
+            shape, recipe = Shape(layers=4), Recipe(seed=args.seed, two_hops=True, rate=1.5e-3)
+        else:
+            shape, recipe = Shape(), Recipe(seed=args.seed)
+        run_training(texts, args.minutes, args.model, shape, recipe)
     served = 0 if args.no_server else args.served
     if args.command == "codecs":
         many = Settings(documents=args.documents, stored=STORED[args.stored])

@@ -15,6 +15,7 @@ and training stays for most of its budget where the answer is guessed among the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -29,8 +30,11 @@ LOOK_BACK_GAIN = 3.0  # of each pair, in units of the softmax's argument
 
 
 @torch.no_grad()
-def initialize(model: Llama, seed: int) -> None:
-    """Set all weights; the same seed gives the same ones."""
+def initialize(model: Llama, seed: int, look_back: Sequence[int] = (0,)) -> None:
+    """Set all weights; the same seed gives the same ones.
+
+    look_back: the layers whose first KV head begins by looking at the token before.
+    """
     torch.manual_seed(seed)
     depth = math.sqrt(2 * model.shape.layers)
     for name, weight in model.named_parameters():
@@ -41,7 +45,8 @@ def initialize(model: Llama, seed: int) -> None:
     for layer in model.model.layers:
         _look_for_similar(layer.self_attn)
     model.model.embed_tokens.weight[:, 0] = CONSTANT
-    _look_back(model.model.layers[0].self_attn)
+    for number in look_back:
+        _look_back(model.model.layers[number].self_attn)
 
 
 def _look_for_similar(attention: Attention) -> None:

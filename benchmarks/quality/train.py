@@ -25,6 +25,8 @@ from benchmarks.quality.initial import initialize
 from benchmarks.quality.model import Llama, Shape
 from benchmarks.quality.recall import lesson
 from benchmarks.quality.tokenizer import Alphabet
+from benchmarks.quality.two_hop import LOOK_BACK, NONE, HopLesson
+from benchmarks.quality.two_hop import lesson as two_hop_lesson
 
 CHECKPOINT_FILE = "checkpoint.pt"
 BETAS = (0.9, 0.95)
@@ -33,6 +35,8 @@ GRADIENT_NORM_MAX = 1.0
 TEXT_GROWTH = ((0.0, 4), (0.35, 2), (0.65, 1))
 # The same for lessons, by level.
 LESSON_GROWTH = ((0.0, 32), (1 / 6, 16), (2 / 6, 8), (3 / 6, 4), (4 / 6, 2), (5 / 6, 1))
+# The same for lessons of two hops.
+HOP_GROWTH = ((0.0, 16), (0.2, 8), (0.4, 4), (0.6, 2), (0.8, 1))
 LENGTH_MIN = 16
 LEVEL_STEP = 0.01
 LEVEL_UP_ABOVE = 0.9  # share of answers that are right, smoothed
@@ -50,6 +54,7 @@ class Recipe:
     warmup: float = 0.02  # of the budget
     decay: float = 0.1
     lessons: float = 0.5  # of each batch's sequences
+    two_hops: bool = False  # lessons are those of two_hop.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +82,13 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Part:
     """Sequences of one length. tokens: [sequences, length + 1]; answers and text: [sequences,
-    length], which of the next tokens are answers, and which are text."""
+    length], which of the next tokens are answers, and which are text; bound: [sequences, length],
+    as HopLesson's."""
 
     tokens: torch.Tensor
     answers: torch.Tensor
     text: torch.Tensor
+    bound: torch.Tensor | None = None
 
 
 def make_batch(
@@ -98,10 +105,12 @@ def make_batch(
         torch.ones(count, length, dtype=torch.bool),
     )
     level = progress.level
-    length, count = _size(shape, LESSON_GROWTH, level, recipe.step_tokens * recipe.lessons)
+    growth = HOP_GROWTH if recipe.two_hops else LESSON_GROWTH
+    length, count = _size(shape, growth, level, recipe.step_tokens * recipe.lessons)
     first = progress.step * count
+    make = two_hop_lesson if recipe.two_hops else lesson
     lessons = [
-        lesson(
+        make(
             rng,
             take(corpus.train, first + n, length + 1),
             Alphabet(shape.vocabulary),
@@ -113,7 +122,13 @@ def make_batch(
     answers = np.stack([one.answers[:-1] for one in lessons])
     noise = np.stack([one.noise[:-1] for one in lessons])
     tokens = torch.from_numpy(np.stack([one.tokens for one in lessons]))
-    return plain, Part(tokens, torch.from_numpy(answers), torch.from_numpy(~(answers | noise)))
+    bound = [one.bound[:-1] for one in lessons if isinstance(one, HopLesson)]
+    return plain, Part(
+        tokens,
+        torch.from_numpy(answers),
+        torch.from_numpy(~(answers | noise)),
+        torch.from_numpy(np.stack(bound)) if bound else None,
+    )
 
 
 def _size(
@@ -134,7 +149,7 @@ class Trainer:
     def __init__(self, shape: Shape, corpus: Corpus, recipe: Recipe, *, lower: bool) -> None:
         self.shape, self.corpus, self.recipe, self.lower = shape, corpus, recipe, lower
         self.model = Llama(shape)
-        initialize(self.model, recipe.seed)
+        initialize(self.model, recipe.seed, LOOK_BACK if recipe.two_hops else (0,))
         self.progress = Progress()
         matrices = [w for w in self.model.parameters() if w.dim() == 2]
         vectors = [w for w in self.model.parameters() if w.dim() != 2]
@@ -158,14 +173,16 @@ class Trainer:
         right = 0
         for part in parts:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.lower):
-                logits = self.model(part.tokens[:, :-1])
+                states = self.model.states(part.tokens[:, :-1])
+                logits = self.model.lm_head(states[-1])
+                early = self._early(states, part)
             targets = part.tokens[:, 1:]
             losses = functional.cross_entropy(
                 logits.float().flatten(0, 1), targets.flatten(), reduction="none"
             ).view_as(targets)
             text_loss = losses[part.text].sum() / num_text
             answers_loss = losses[part.answers].sum() / num_answers
-            (text_loss + answers_loss).backward()
+            (text_loss + answers_loss + early).backward()
             text += float(text_loss.detach())
             answers += float(answers_loss.detach())
             said = logits.detach()[part.answers].argmax(-1)
@@ -178,6 +195,14 @@ class Trainer:
             progress.level = min(1.0, progress.level + LEVEL_STEP)
         progress.step += 1
         return {"text": text, "answers": answers, "right": right / num_answers}
+
+    def _early(self, states: list[torch.Tensor], part: Part) -> torch.Tensor:
+        """The loss of what the last layer but one should know of aliases, in nats."""
+        if part.bound is None:
+            return torch.zeros(())
+        is_bound = part.bound != NONE
+        logits = self.model.lm_head(states[-2][is_bound])
+        return functional.cross_entropy(logits.float(), part.bound[is_bound])
 
     def save(self, path: Path) -> None:
         """Write a checkpoint: the old one stays until the new one is whole."""
