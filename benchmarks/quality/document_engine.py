@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine with the store, in a process of its own, that is asked document_cases.py's prompts.
+
+    python -m benchmarks.quality.document_engine WORK.json FOUND.json
+
+An answer is greedy, or forced: a logits processor lets the model say given tokens alone, and vLLM
+tells the log-probability and rank that they had. (The connector does not serve requests for
+log-probabilities of the prompt.) All is in float32, so that rounding decides next to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.quality.document_cases import ANSWER, DOCUMENTS, LENGTH, Case
+from benchmarks.quality.served import BESIDE, MOVED
+
+AT_ONCE = 12
+"""Cases whose documents are stored, then asked for: all fits into DRAM."""
+TRIES = 20
+SHORT = 8
+"""Tokens of each document that may be missing at its end."""
+WHOLE_BLOCKS = 128 + 16
+"""Tokens of a prompt that are not found again in their place, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One way to serve the prompts.
+
+    stored: "" computes all; "prompt" loads it in its place; "behind" and "alone" are how the
+    documents were computed. recompute: truncation's. gaps_left_out: the check that can fail.
+    """
+
+    name: str
+    stored: str = ""
+    recompute: float | str = "off"
+    gaps_left_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """tokens: as chosen, or as forced. losses: nats. ranks: from 1. moved: tokens of the prompt."""
+
+    tokens: list[int]
+    losses: list[float]
+    ranks: list[int]
+    moved: int
+
+
+def start(model: Path, window: int, store: Path, recompute: float | str) -> Any:
+    from vllm import LLM  # noqa: PLC0415
+    from vllm.config import KVTransferConfig  # noqa: PLC0415
+
+    settings = {
+        "dram": "512MiB", "nvme": {"path": str(store), "capacity": "1GiB"},
+        "load_deadline": "60s", "compute_if_sooner": False,
+        "truncation": {"documents": True, "min_tokens": 32, "recompute": recompute},
+    }  # fmt: skip
+    transfer = KVTransferConfig(
+        kv_connector="AttnStoreConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
+        kv_connector_extra_config=settings,
+    )  # fmt: skip
+    return LLM(
+        str(model), dtype="float32", max_model_len=window, enforce_eager=True, max_num_seqs=8,
+        num_gpu_blocks_override=256, kv_transfer_config=transfer, async_scheduling=False,
+        logits_processors=[_forcing()],
+    )  # fmt: skip
+
+
+def _forcing() -> Any:
+    import torch  # noqa: PLC0415
+    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor  # noqa: PLC0415
+
+    class Forces(AdapterLogitsProcessor):
+        """Lets a request say the tokens of its extra argument `forced`, and no others."""
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def new_req_logits_processor(self, params: Any) -> Callable[..., torch.Tensor] | None:
+            forced = (params.extra_args or {}).get("forced")
+            if forced is None:
+                return None
+
+            def force(said: list[int], logits: torch.Tensor) -> torch.Tensor:
+                only = torch.full_like(logits, -torch.inf)
+                only[forced[len(said)]] = 0.0
+                return only
+
+            return force
+
+    return Forces
+
+
+class Asker:
+    """Requests to one engine, many at a time."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        salt: str,
+        hints: dict[str, Any],
+        forced: Sequence[list[int] | None] | int,
+    ) -> list[Said]:
+        """forced: what each must say, None where it is free; a number: so many tokens."""
+        from vllm import SamplingParams  # noqa: PLC0415
+
+        each = [None] * len(prompts) if isinstance(forced, int) else forced
+        free = forced if isinstance(forced, int) else ANSWER
+        params = [
+            SamplingParams(
+                temperature=0.0, max_tokens=len(one) if one else free, ignore_eos=True, logprobs=1,
+                detokenize=False,
+                extra_args={"kv_transfer_params": hints, **({"forced": one} if one else {})},
+            )
+            for one in each
+        ]  # fmt: skip
+        what = [{"prompt_token_ids": list(one), "cache_salt": salt} for one in prompts]
+        return [_said(output) for output in self.llm.generate(what, params, use_tqdm=False)]
+
+    def until(self, is_served: Callable[[Said], bool], ask: Callable[[], list[Said]]) -> list[Said]:
+        """Ask again until all is served as it should be: what was stored a moment ago may not be
+        found yet. Raises: RuntimeError."""
+        for _ in range(TRIES):
+            found = ask()
+            if all(map(is_served, found)):
+                return found
+            time.sleep(0.3)
+        raise RuntimeError(f"not served from the store: {[one.moved for one in found]} tokens")
+
+
+def _said(output: Any) -> Said:
+    tokens = list(output.outputs[0].token_ids)
+    heard = [by_token[t] for t, by_token in zip(tokens, output.outputs[0].logprobs, strict=True)]
+    report = (output.kv_transfer_params or {}).get("attnstore", {})
+    moved = report.get("moved_tokens", 0)
+    losses, ranks = [-one.logprob for one in heard], [one.rank for one in heard]
+    return Said(tokens, losses, ranks, moved)
+
+
+def ask_all(llm: Any, row: Row, cases: Sequence[Case]) -> list[Said]:
+    """For each case a forced answer; and, behind those, for each text a greedy one."""
+    asker, salt = Asker(llm), row.name
+    prompts = [case.prompt for case in cases]
+    texts = [case.prompt for case in cases if not case.hops]
+    forced = [*(case.forced for case in cases), *(None for _ in texts)]
+
+    def again(hints: dict[str, Any]) -> list[Said]:
+        return asker.ask(prompts + texts, salt, hints, forced)
+
+    if not row.stored:
+        return again(BESIDE)
+    if row.stored == "prompt":
+        asker.ask(prompts, salt, {}, 1)
+        llm.reset_prefix_cache()
+        return again({})
+    ahead = [one for case in cases for one in case.ahead(alone=row.stored == "alone")]
+    asker.ask(ahead, salt, MOVED, 1)
+    share = row.recompute if isinstance(row.recompute, float) else 0.0
+    least = DOCUMENTS * (LENGTH * (1 - share) - 1 - SHORT)
+    return asker.until(lambda one: one.moved >= least, lambda: again(MOVED))
+
+
+def run(work: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """All rows of one engine; by row's name the answers, cases first, then greedy ones."""
+    rows = [Row(**row) for row in work["rows"]]
+    cases = [Case(**case) for case in work["cases"]]
+    if any(row.gaps_left_out for row in rows):
+        from attnstore_vllm.connector.own_pass import OwnPass  # noqa: PLC0415
+
+        OwnPass.compute = lambda *_: None  # type: ignore[method-assign]
+    found: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as name:
+        llm = start(Path(work["model"]), work["window"], Path(name), rows[0].recompute)
+        for row in rows:
+            forced: list[Said] = []
+            greedy: list[Said] = []
+            for at in tqdm(range(0, len(cases), AT_ONCE), desc=row.name, unit="batch"):
+                some = cases[at : at + AT_ONCE]
+                said = ask_all(llm, row, some)
+                forced += said[: len(some)]
+                greedy += said[len(some) :]
+            found[row.name] = [asdict(one) for one in forced + greedy]
+        llm.llm_engine.engine_core.shutdown()
+    return found
+
+
+def main() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    work = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(sys.argv[2]).write_text(json.dumps(run(work)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
