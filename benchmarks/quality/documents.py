@@ -67,11 +67,9 @@ def measure(directory: Path, texts: int, chains: int, seed: int = 0) -> dict[str
     cases = text_cases(corpus.held_out, corpus.train, texts, seed)
     num_texts = len(cases)
     cases += chain_cases(corpus.held_out, corpus.train, alphabet, chains, seed)
-    found = {
-        name: said
-        for some in engines(ROWS)
-        for name, said in ask(directory, model.shape.window, some, cases)
-    }
+    found = dict[str, list[Said]]()
+    for some in engines(ROWS):
+        found |= ask(directory, model.shape.window, some, cases)
     return {
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
         "took_s": round(time.time() - began),
