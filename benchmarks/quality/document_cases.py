@@ -123,14 +123,13 @@ def _questions(rng: np.random.Generator, chains: Chains) -> tuple[list[int], lis
 
 
 def _around(rng: np.random.Generator, other: Ids) -> tuple[list[list[int]], list[list[int]]]:
-    """Texts that stand before and behind documents when they are stored."""
-
-    def some(length: int) -> list[int]:
-        start = int(rng.integers(0, len(other) - length))
-        return other[start : start + length].tolist()
-
-    before = [some(int(rng.integers(*BEFORE))) for _ in range(DOCUMENTS)]
-    return before, [some(BEHIND) for _ in range(DOCUMENTS)]
+    """Texts that stand before and behind documents when they are stored: none has a token of
+    another, or it would be found there and moved itself."""
+    lengths = [*rng.integers(*BEFORE, DOCUMENTS).tolist(), *[BEHIND] * DOCUMENTS]
+    start = int(rng.integers(0, len(other) - sum(lengths)))
+    stops = np.cumsum(lengths) + start
+    parts = [other[stop - n : stop].tolist() for n, stop in zip(lengths, stops, strict=True)]
+    return parts[:DOCUMENTS], parts[DOCUMENTS:]
 
 
 def answers_of(case: Case) -> range:

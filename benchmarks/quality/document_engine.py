@@ -27,11 +27,9 @@ from benchmarks.quality.served import BESIDE, MOVED
 
 AT_ONCE = 12
 """Cases whose documents are stored, then asked for: all fits into DRAM."""
-TRIES = 20
+TRIES, PAUSE_S = 20, 0.3
 SHORT = 8
 """Tokens of each document that may be missing at its end."""
-WHOLE_BLOCKS = 128 + 16
-"""Tokens of a prompt that are not found again in their place, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +72,7 @@ def start(model: Path, window: int, store: Path, recompute: float | str) -> Any:
     return LLM(
         str(model), dtype="float32", max_model_len=window, enforce_eager=True, max_num_seqs=8,
         num_gpu_blocks_override=256, kv_transfer_config=transfer, async_scheduling=False,
+        gpu_memory_utilization=0.2,
         logits_processors=[_forcing()],
     )  # fmt: skip
 
@@ -112,11 +111,12 @@ class Asker:
     def ask(
         self,
         prompts: Sequence[Sequence[int]],
-        salt: str,
+        salts: Sequence[str],
         hints: dict[str, Any],
         forced: Sequence[list[int] | None] | int,
     ) -> list[Said]:
-        """forced: what each must say, None where it is free; a number: so many tokens."""
+        """salts: keep cases from each other's KV. forced: what each must say, None where it is
+        free; a number: so many tokens."""
         from vllm import SamplingParams  # noqa: PLC0415
 
         each = [None] * len(prompts) if isinstance(forced, int) else forced
@@ -129,18 +129,11 @@ class Asker:
             )
             for one in each
         ]  # fmt: skip
-        what = [{"prompt_token_ids": list(one), "cache_salt": salt} for one in prompts]
+        what = [
+            {"prompt_token_ids": list(one), "cache_salt": salt}
+            for one, salt in zip(prompts, salts, strict=True)
+        ]
         return [_said(output) for output in self.llm.generate(what, params, use_tqdm=False)]
-
-    def until(self, is_served: Callable[[Said], bool], ask: Callable[[], list[Said]]) -> list[Said]:
-        """Ask again until all is served as it should be: what was stored a moment ago may not be
-        found yet. Raises: RuntimeError."""
-        for _ in range(TRIES):
-            found = ask()
-            if all(map(is_served, found)):
-                return found
-            time.sleep(0.3)
-        raise RuntimeError(f"not served from the store: {[one.moved for one in found]} tokens")
 
 
 def _said(output: Any) -> Said:
@@ -152,27 +145,45 @@ def _said(output: Any) -> Said:
     return Said(tokens, losses, ranks, moved)
 
 
-def ask_all(llm: Any, row: Row, cases: Sequence[Case]) -> list[Said]:
-    """For each case a forced answer; and, behind those, for each text a greedy one."""
-    asker, salt = Asker(llm), row.name
+def ask_all(llm: Any, row: Row, cases: Sequence[Case], first: int) -> list[Said]:
+    """For each case a forced answer; and, behind those, for each text a greedy one.
+
+    first: the number of the first case.
+    Raises: RuntimeError if documents were not served from the store.
+    """
+    asker = Asker(llm)
+    salts = [f"{row.name} {first + n}" for n in range(len(cases))]
     prompts = [case.prompt for case in cases]
-    texts = [case.prompt for case in cases if not case.hops]
+    texts = [n for n, case in enumerate(cases) if not case.hops]
     forced = [*(case.forced for case in cases), *(None for _ in texts)]
 
-    def again(hints: dict[str, Any]) -> list[Said]:
-        return asker.ask(prompts + texts, salt, hints, forced)
+    def every(hints: dict[str, Any]) -> list[Said]:
+        asked = [*range(len(cases)), *texts]
+        return asker.ask([prompts[n] for n in asked], [salts[n] for n in asked], hints, forced)
 
     if not row.stored:
-        return again(BESIDE)
+        return every(BESIDE)
     if row.stored == "prompt":
-        asker.ask(prompts, salt, {}, 1)
+        asker.ask(prompts, salts, {}, 1)
         llm.reset_prefix_cache()
-        return again({})
-    ahead = [one for case in cases for one in case.ahead(alone=row.stored == "alone")]
-    asker.ask(ahead, salt, MOVED, 1)
+        return every({})
+    alone = row.stored == "alone"
+    ahead = [
+        (one, salt)
+        for case, salt in zip(cases, salts, strict=True)
+        for one in case.ahead(alone=alone)
+    ]
+    asker.ask([one for one, _ in ahead], [salt for _, salt in ahead], MOVED, 1)
     share = row.recompute if isinstance(row.recompute, float) else 0.0
     least = DOCUMENTS * (LENGTH * (1 - share) - 1 - SHORT)
-    return asker.until(lambda one: one.moved >= least, lambda: again(MOVED))
+    for _ in range(TRIES):  # what was stored a moment ago may not be found yet
+        time.sleep(PAUSE_S)
+        if all(one.moved >= least for one in asker.ask(prompts, salts, MOVED, 1)):
+            break
+    found = every(MOVED)
+    if short := [one.moved for one in found if one.moved < least]:
+        raise RuntimeError(f"{row.name}: {len(short)} prompts had too few moved tokens: {short}")
+    return found
 
 
 def run(work: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -191,7 +202,7 @@ def run(work: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
             greedy: list[Said] = []
             for at in tqdm(range(0, len(cases), AT_ONCE), desc=row.name, unit="batch"):
                 some = cases[at : at + AT_ONCE]
-                said = ask_all(llm, row, some)
+                said = ask_all(llm, row, some, at)
                 forced += said[: len(some)]
                 greedy += said[len(some) :]
             found[row.name] = [asdict(one) for one in forced + greedy]
@@ -200,7 +211,7 @@ def run(work: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     work = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[2]).write_text(json.dumps(run(work)), encoding="utf-8")
 

@@ -111,7 +111,13 @@ def ask(
             "cases": [case.as_json() for case in cases],
         }
         work.write_text(json.dumps(what), encoding="utf-8")
-        command = [sys.executable, "-m", "benchmarks.quality.document_engine", work, found]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.quality.document_engine",
+            str(work),
+            str(found),
+        ]
         subprocess.run(command, cwd=ROOT, check=True, timeout=ENGINE_DEADLINE_S)
         for row, answers in json.loads(found.read_text(encoding="utf-8")).items():
             yield row, [Said(**one) for one in answers]

@@ -61,7 +61,7 @@ def test_lessons_have_the_right_answers(length: int, level: float) -> None:
 
 def test_texts_go_on_behind_the_prompt() -> None:
     text = prose(5 * (SIZE + 32))
-    cases = text_cases({"": text}, prose(900, 1), 4, 0)
+    cases = text_cases({"": text}, prose(2000, 1), 4, 0)
     assert len(cases) == 4
     for case in cases:
         whole = [*case.prompt, *case.forced]
@@ -70,7 +70,7 @@ def test_texts_go_on_behind_the_prompt() -> None:
 
 
 def test_chains_are_asked_over_two_documents() -> None:
-    (case,) = chain_cases({"": prose(900)}, prose(900, 1), ALPHABET, 1, 0)
+    (case,) = chain_cases({"": prose(900)}, prose(2000, 1), ALPHABET, 1, 0)
     half = DOCUMENTS // 2
     pairs, aliases = (
         [token for document in some for token in document]
@@ -84,7 +84,7 @@ def test_chains_are_asked_over_two_documents() -> None:
 
 
 def test_documents_are_stored_behind_other_texts_or_alone() -> None:
-    (case,) = chain_cases({"": prose(900)}, prose(900, 1), ALPHABET, 1, 0)
+    (case,) = chain_cases({"": prose(900)}, prose(2000, 1), ALPHABET, 1, 0)
     for alone in (False, True):
         ahead = case.ahead(alone=alone)
         assert len(ahead) == DOCUMENTS
@@ -103,9 +103,9 @@ def test_rows_with_equal_settings_share_an_engine() -> None:
 
 
 def test_figures_of_a_row() -> None:
-    nothing = dict.fromkeys(("gaps", "documents", "before", "behind"), [])
-    text = Case(**nothing, forced=[1, 2], hops=[])
-    asked = Case(**nothing, forced=[0, 5, 6, 0, 7, 8, 0, 9, 6], hops=[1, 2, 2])
+    empty: list[list[int]] = []
+    text = Case(empty, empty, [1, 2], [], empty, empty)
+    asked = Case(empty, empty, [0, 5, 6, 0, 7, 8, 0, 9, 6], [1, 2, 2], empty, empty)
     cases = [text, text, asked]
 
     def said(losses: float, ranks: list[int], greedy: list[list[int]]) -> list[Said]:
