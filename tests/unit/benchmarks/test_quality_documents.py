@@ -109,9 +109,11 @@ def test_figures_of_a_row() -> None:
     cases = [text, text, asked]
 
     def said(losses: float, ranks: list[int], greedy: list[list[int]]) -> list[Said]:
-        forced = [Said([1, 2], [losses, 0.5], [1, 1], 7) for _ in range(2)]
-        answers = Said(asked.forced, [0.0] * 9, [9, 9, ranks[0], 9, 9, ranks[1], 9, 9, ranks[2]], 7)
-        return [*forced, answers, *(Said(one, [], [], 7) for one in greedy)]
+        forced = [Said([1, 2], [losses, 0.5], [1, 1], 7, 7) for _ in range(2)]
+        answers = Said(
+            asked.forced, [0.0] * 9, [9, 9, ranks[0], 9, 9, ranks[1], 9, 9, ranks[2]], 7, 7
+        )
+        return [*forced, answers, *(Said(one, [], [], 7, 7) for one in greedy)]
 
     full = said(0.5, [1, 1, 1], [[1, 2, 3, 4], [1, 2, 3, 4]])
     row = said(0.7, [1, 2, 1], [[1, 2, 3, 4], [1, 2, 9, 4]])
