@@ -22,7 +22,7 @@ from benchmarks.quality.recall import QUESTION
 from benchmarks.quality.tokenizer import END_ID, Alphabet
 from benchmarks.quality.two_hop import Chains
 
-DOCUMENTS, LENGTH, GAP = 6, 64, 6
+DOCUMENTS, LENGTH, GAP = 4, 96, 6
 ANSWER = 32
 """Tokens of a greedy answer, and of the text that goes on."""
 SLOT = 16
