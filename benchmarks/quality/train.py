@@ -37,6 +37,8 @@ TEXT_GROWTH = ((0.0, 4), (0.35, 2), (0.65, 1))
 LESSON_GROWTH = ((0.0, 32), (1 / 6, 16), (2 / 6, 8), (3 / 6, 4), (4 / 6, 2), (5 / 6, 1))
 # The same for lessons of two hops.
 HOP_GROWTH = ((0.0, 16), (0.2, 8), (0.4, 4), (0.6, 2), (0.8, 1))
+TEXT_FROM = 0.2
+"""The level of two hops at which text begins: beside text they are not learned in the time."""
 LENGTH_MIN = 16
 LEVEL_STEP = 0.01
 LEVEL_UP_ABOVE = 0.9  # share of answers that are right, smoothed
@@ -93,8 +95,8 @@ class Part:
 
 def make_batch(
     corpus: Corpus, recipe: Recipe, shape: Shape, progress: Progress, used: float
-) -> tuple[Part, Part]:
-    """The texts and the lessons of a step."""
+) -> tuple[Part, ...]:
+    """The texts, if it is time for any, and the lessons of a step."""
     rng = np.random.default_rng((recipe.seed, progress.step))
     length, count = _size(shape, TEXT_GROWTH, used, recipe.step_tokens * (1 - recipe.lessons))
     first = progress.step * count
@@ -123,12 +125,12 @@ def make_batch(
     noise = np.stack([one.noise[:-1] for one in lessons])
     tokens = torch.from_numpy(np.stack([one.tokens for one in lessons]))
     bound = [one.bound[:-1] for one in lessons if isinstance(one, HopLesson)]
-    return plain, Part(
-        tokens,
-        torch.from_numpy(answers),
-        torch.from_numpy(~(answers | noise)),
-        torch.from_numpy(np.stack(bound)) if bound else None,
-    )
+    if not bound:
+        return plain, Part(tokens, *map(torch.from_numpy, (answers, ~(answers | noise))))
+    has_text = level >= TEXT_FROM
+    is_text = ~(answers | noise) if has_text else np.zeros_like(answers)
+    arrays = map(torch.from_numpy, (answers, is_text, np.stack(bound)))
+    return (*([plain] if has_text else []), Part(tokens, *arrays))
 
 
 def _size(
