@@ -31,8 +31,12 @@ class EngineFacts:
     why_not_moved: str | None = None
     """Why KV cannot be moved to other positions; None: it can."""
 
+    # ---- passes of our own
+
+    why_no_passes: str | None = "it is not known to"
+    """Why there are none; None: there may be."""
     pass_tokens: int = 0
-    """Tokens of a pass of our own and of the step before it, at most; 0: there are none."""
+    """Tokens of a pass of our own and of the step before it, at most."""
     pass_rows: int = 0
     """Runs of tokens of a pass of our own, at most."""
 

@@ -22,6 +22,8 @@ NVME: Final = "nvme"
 SHARED: Final = "shared"
 PEERS: Final = "peers"
 """Names of tiers, as metrics and messages have them."""
+OWN_PASS: Final = "own_pass"
+"""Stands for a tier where workers compute tokens themselves (scheduler/documents.py)."""
 
 
 class Flow(Enum):

@@ -26,9 +26,10 @@ import platform
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -97,6 +98,35 @@ class Client:
         answer.read()
         self._used_at = time.monotonic()
         return ms
+
+    def gaps(self, prompt: list[int], max_tokens: int, ended: threading.Event) -> Iterator[float]:
+        """Seconds between the tokens of an answer, till its end or `ended`."""
+        with self._asked(prompt, max_tokens=max_tokens, stream=True) as answer:
+            before = None
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                now = time.perf_counter()
+                if before is not None:
+                    yield now - before
+                before = now
+                if ended.is_set():
+                    return
+
+    def ask(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        """The whole answer of one token."""
+        with self._asked(prompt, max_tokens=1, stream=False, **fields) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+
+    def _asked(self, prompt: list[int], **fields: Any) -> Any:
+        body = {"model": self._model, "prompt": prompt, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self._server.base_url}/v1/completions",
+            json.dumps(body | fields).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=300)
 
     def empty_hbm(self) -> None:
         """Empty vLLM's own prefix cache; it refuses while a finished request is being saved."""

@@ -55,6 +55,9 @@ DRAM_CODECS = (NONE, "lossless")
 Sharing = Literal["everyone", "salted"]
 """Who shares KV: all requests without a cache_salt with each other, and those of one salt; or the
 latter alone."""
+RecomputeBy = Literal["first", "deviation"]
+"""Which tokens of documents are computed anew: each document's first ones, or those whose K differs
+most from what is loaded."""
 
 
 def _sharing(key: str, value: object) -> Sharing:
@@ -62,6 +65,13 @@ def _sharing(key: str, value: object) -> Sharing:
         if value == known:
             return known
     raise ConfigError(f"{key} is {value!r}; it must be everyone or salted")
+
+
+def _recompute_by(value: object) -> RecomputeBy:
+    for known in ("first", "deviation"):
+        if value == known:
+            return known
+    raise ConfigError(f"truncation.recompute_by is {value!r}; it must be first or deviation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,9 +226,13 @@ class TruncationConfig:
     shared_by: Sharing = "salted"
     """`share`. Moved KV begins and ends at any token (index/prefix.py)."""
     documents: bool = False
-    """KV of a prompt's parts is found in any place and order, with gaps between them."""
+    """KV of a prompt's parts is found anywhere, with gaps."""
     recompute: float = 0.0
-    """The share of each document that is computed anew, its first tokens."""
+    """The share of documents that is computed anew."""
+    recompute_by: RecomputeBy = "first"
+    """Which of their tokens."""
+    recompute_last: int = 0
+    """The last so many moved tokens before a prompt's new part are computed."""
 
     @classmethod
     def parse(cls, given: object) -> TruncationConfig | None:
@@ -226,7 +240,8 @@ class TruncationConfig:
             return None
         if not isinstance(given, Mapping):
             raise ConfigError(f"truncation is {given!r}; it must be off or {{enabled: true}}")
-        known = {"enabled", "min_tokens", "sinks", "share", "documents", "recompute"}
+        known = {"enabled", "min_tokens", "sinks", "share", "documents"}
+        known |= {"recompute", "recompute_by", "recompute_last"}
         check_keys("truncation.", given, known, set())
         return cls(
             enabled=parse_switch("truncation.enabled", given.get("enabled", False)),
@@ -237,6 +252,10 @@ class TruncationConfig:
             shared_by=_sharing("truncation.share", given.get("share", "salted")),
             documents=parse_switch("truncation.documents", given.get("documents", False)),
             recompute=_recompute(given.get("recompute", "off")),
+            recompute_by=_recompute_by(given.get("recompute_by", "first")),
+            recompute_last=parse_integer(
+                "truncation.recompute_last", given.get("recompute_last", 0), 0, 65_536
+            ),
         )
 
 

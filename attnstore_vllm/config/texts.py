@@ -243,9 +243,20 @@ SETTINGS = (
     ),
     Setting(
         "truncation.recompute", "off", "off, share above 0, 1 at most",
-        "The share of each document whose KV is computed anew. It is the document's first tokens, "
-        "which lean most on what is before them.",
+        "The share of documents whose KV is computed anew. It mends part of what moved KV lacks, "
+        "and costs as much of the time that it would save.",
         "Raise it where answers join facts of several documents.",
+    ),
+    Setting(
+        "truncation.recompute_by", "first", "first, deviation",
+        "Which tokens of documents are computed anew. `first` takes the first ones of each. "
+        "`deviation` computes two layers of all, and takes those whose K differs most.",
+        "Set deviation for deep models, where two layers cost little.",
+    ),
+    Setting(
+        "truncation.recompute_last", "0", "tokens, 0 to 65536",
+        "How many of the last moved tokens before a prompt's new part are computed anew, by vLLM.",
+        "Set 64 where answers to cut prompts lean on the last turn.",
     ),
     Setting(
         "share", "everyone", "everyone, salted",

@@ -31,6 +31,7 @@ from attnstore_vllm.connector.context_parallel import (
     part_of,
     why_not_turned,
 )
+from attnstore_vllm.connector.document_passes import DocumentPasses
 from attnstore_vllm.connector.facts import facts_of
 from attnstore_vllm.connector.groups import (
     check_chunks,
@@ -56,7 +57,7 @@ from attnstore_vllm.connector.nodes import (
     fewer_replicas,
     ranks_of_a_node,
 )
-from attnstore_vllm.connector.own_pass import OwnPass, make_own_pass
+from attnstore_vllm.connector.own_pass import make_own_pass
 from attnstore_vllm.connector.page_contents import pages_of_groups
 from attnstore_vllm.connector.pipeline import (
     PipelineStage,
@@ -105,7 +106,6 @@ from attnstore_vllm.tiers.shared.start import check_client, make_shared
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry, groups_text, round_chunk_tokens
-from attnstore_vllm.transfer.plan import PassPlan
 from attnstore_vllm.transfer.pool import REFUSAL, SLOTS_AT, SharedPool, peek, pool_name
 from attnstore_vllm.transfer.pool_files import parts_of
 from attnstore_vllm.transfer.pool_memory import gpu_numa_node
@@ -292,8 +292,7 @@ def build_worker(
     of_groups = [{name: layers[name] for name in group.layers} for group in geometry.groups]
     rotations = partial(rotations_of, find_one, of_groups, vllm_config.model_config.dtype)
     codec = CODECS.get(config.nvme.codec)
-    wants_page = codec is not None and not codec.is_exact
-    page = partial(page_of_kv, of_groups[0]) if wants_page else None
+    page = partial(page_of_kv, of_groups[0]) if codec and not codec.is_exact else None
     contents = partial(pages_of_groups, layers, geometry, kv_cache_config)
 
     def write_buffer_bytes(device_bytes: int) -> int:
@@ -302,11 +301,6 @@ def build_worker(
         return default_write_buffer_bytes(
             token_bytes, step_tokens, geometry.rank_bytes, device_bytes
         )
-
-    own_pass = cache(partial(_own_pass, vllm_config, kv_cache_config, layers, find_one))
-
-    def computes(passing: PassPlan) -> None:
-        own_pass().compute(passing.runs, passing.block_ids)
 
     pool = _open_pool(vllm_config, config, here, local_rank, nodes)
     node_store = None
@@ -327,20 +321,23 @@ def build_worker(
         contents=contents if config.audit is not None else None,
         weights=live.tell,
         own_files=live.own_files,
-        computes=computes,
+        passes=_passes(config, vllm_config, kv_cache_config, layers, find_one),
         part=part_of(vllm_config),
         node_ranks=here.num_ranks,
         node_store=node_store,
     )
 
 
-def _own_pass(
+def _passes(
+    config: StoreConfig,
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     layers: Mapping[str, Any],
     find: Callable[[], Any],
-) -> OwnPass:
-    return make_own_pass(vllm_config, kv_cache_config, layers, find())
+) -> DocumentPasses | None:
+    if config.truncation is None or not config.truncation.documents:
+        return None
+    return DocumentPasses(lambda: make_own_pass(vllm_config, kv_cache_config, layers, find()))
 
 
 def attention_layers(vllm_config: VllmConfig, geometry: Geometry) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from attnstore_vllm.types import DRAM, NVME, PEERS, SHARED
+from attnstore_vllm.types import DRAM, NVME, OWN_PASS, PEERS, SHARED
 
 _ENGINE = "vllm.v1.engine.core"
 _OF_A_PAUSE = "_reset_caches"
@@ -29,6 +29,7 @@ def hit_sources() -> dict[str, Any]:
         NVME: CacheHitSource.DISK,
         PEERS: CacheHitSource.P2P,
         SHARED: CacheHitSource.EXTERNAL_UNSPECIFIED,  # it has no other name for a remote store
+        OWN_PASS: CacheHitSource.EXTERNAL_UNSPECIFIED,
     }
 
 

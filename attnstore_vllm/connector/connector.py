@@ -334,7 +334,7 @@ class AttnStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> dict[Any, int]:
         if self.scheduler is None:
             return {}
-        sources = self.scheduler.sources(request)
+        sources = self.scheduler.sources(request, num_external_tokens)
         return {_SOURCES[t]: n for t, n in sources.items() if n and t in _SOURCES}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

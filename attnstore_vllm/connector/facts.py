@@ -48,14 +48,16 @@ def facts_of(
     why_not_cut = "vLLM may take a part of what is moved" if cuts else None
     scheduler = vllm_config.scheduler_config
     in_parts = _computes_again(vllm_config) and are_alone
-    why_no_pass = why_no_passes(vllm_config, len(geometry.groups))
+    why_not = why_no_passes(vllm_config, len(geometry.groups))
+    if not in_parts:  # where a pass fails, vLLM must compute the request and not end it
+        why_not = why_not or "vLLM ends requests whose loads fail, or another connector is beside"
     return EngineFacts(
         needs=needs,
         ahead=ahead,
         hit_tokens=geometry.hit_tokens,
         why_not_moved=next(filter(None, [rank.why_not_moved for rank in ranks]), why_not_cut),
-        # Where a pass fails, vLLM must compute the request and not end it.
-        pass_tokens=scheduler.max_num_batched_tokens if in_parts and not why_no_pass else 0,
+        why_no_passes=why_not,
+        pass_tokens=scheduler.max_num_batched_tokens,
         pass_rows=scheduler.max_num_seqs,
         step_tokens=scheduler.max_num_batched_tokens,
         replays=_replays(vllm_config),

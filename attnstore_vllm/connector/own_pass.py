@@ -66,7 +66,7 @@ def make_own_pass(
     """Args:
     layers: that keep KV, by name.
     """
-    kv_caches = {name: layer.kv_cache for name, layer in layers.items()}
+    kv_caches: dict[str, torch.Tensor] = {name: layer.kv_cache for name, layer in layers.items()}
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         names, of_vllm = list(group.layer_names), group.kv_cache_spec
@@ -81,7 +81,7 @@ def make_own_pass(
         config,
         groups,
         model,
-        next(iter(kv_caches.values())).device,
+        kv_caches,
         max_tokens=limits.max_num_batched_tokens,
         max_rows=limits.max_num_seqs,
     )
@@ -93,6 +93,7 @@ class OwnPass:
 
     Args:
         model: with an LM head that is not called.
+        kv_caches: KV tensors by layer, in the order in which the model has them.
         max_tokens, max_rows: of one pass at most; what vLLM has made its buffers for.
     """
 
@@ -101,7 +102,7 @@ class OwnPass:
         config: VllmConfig,
         groups: Sequence[PassGroup],
         model: nn.Module,
-        device: torch.device,
+        kv_caches: Mapping[str, torch.Tensor],
         *,
         max_tokens: int,
         max_rows: int,
@@ -109,7 +110,8 @@ class OwnPass:
         self._config = config
         self._groups = groups
         self._model = model
-        self._device = device
+        self._kv_caches = kv_caches
+        self._device = next(iter(kv_caches.values())).device
         self.max_tokens, self.max_rows = max_tokens, max_rows
 
     def compute(self, runs: Sequence[TokenRun], block_ids: Sequence[Sequence[int]]) -> None:
@@ -123,8 +125,30 @@ class OwnPass:
         Cost: a pass's weights once for each max_tokens, and the tokens' share of a prefill.
         """
         with torch.inference_mode():
-            for rows in slices(runs, self.max_tokens, self.max_rows):
+            for rows in self.slices(runs):
                 self._forward(rows, block_ids)
+
+    def slices(self, runs: Sequence[TokenRun]) -> Iterator[list[TokenRun]]:
+        """Runs of one pass each."""
+        return slices(runs, self.max_tokens, self.max_rows)
+
+    def compared_layer(self) -> str:
+        """The second layer: K of the first is the same wherever a token stands."""
+        return list(self._kv_caches)[1]
+
+    def keys(self, positions: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
+        """A copy of K of these tokens in the compared layer; of latent KV all of it.
+
+        Returns: [tokens, heads, half of the content], or [tokens, content].
+        """
+        name = self.compared_layer()
+        group = next(group for group in self._groups if name in group.layers)
+        at = self._tensor(positions).to(torch.int64)
+        size, kv = group.spec.block_size, self._kv_caches[name]
+        found = self._table(group, blocks)[at // size].to(torch.int64)
+        if kv.dim() == 3:
+            return kv[found, at % size]
+        return kv[found, :, at % size, : kv.shape[-1] // 2]
 
     def _forward(self, rows: Sequence[TokenRun], block_ids: Sequence[Sequence[int]]) -> None:
         # Backends that tell decodes from prefills want rows of one token first; the order is free.

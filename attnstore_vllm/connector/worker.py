@@ -31,6 +31,7 @@ from attnstore_vllm.transfer.worker_copies import Loads, Saves
 from attnstore_vllm.types import Flow, Seen
 
 if TYPE_CHECKING:
+    from attnstore_vllm.connector.document_passes import DocumentPasses
     from attnstore_vllm.connector.nodes import NodeStore
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,8 @@ class Worker:
         weights: looks at them, and says their name (LiveWeights.tell).
         own_files: see identity/weights.py.
         part: see KvFacts.
-        computes: computes tokens of a request in a pass of our own, and writes their KV to its
-            blocks; None: it is not asked for.
+        passes: makes passes of our own, and writes KV of their tokens to a request's blocks; None:
+            it is not asked for.
         node_ranks: ranks of this node; None: all.
         node_store: this node's NVMe, where the store's own is on another node.
     """
@@ -89,13 +90,13 @@ class Worker:
         weights: Callable[[], tuple[Seen, bytes | None]] = lambda: (Seen.SAME, None),
         own_files: str | None = None,
         part: str = "",
-        computes: Callable[[PassPlan], None] | None = None,
+        passes: DocumentPasses | None = None,
         node_ranks: int | None = None,
         node_store: NodeStore | None = None,
     ) -> None:
         self.node_ranks = node_ranks or geometry.num_ranks
         self._node_store = node_store
-        self._computes, self._is_own_pass = computes, False
+        self.passes, self._is_own_pass = passes, False
         self.description: dict[str, Any] = {REFUSAL: "it has registered no KV"}
         """As it was published."""
         self.look_at_weights = weights
@@ -374,15 +375,17 @@ class Worker:
         for passing in self._plan.passes:
             self._compute(passing)
         if self._plan.loads:
+            if self.passes is not None:
+                self.passes.forget(p.request_id for p in self._plan.loads if not p.has_more)
             self.loads.begin(self._plan.loads, whole=self._whole)
             self._count(Flow.LOAD, self._plan.loads)
 
     def _compute(self, passing: PassPlan) -> None:
-        """What lies between a request's documents. Where it fails the request is computed."""
-        assert self._computes is not None
+        """Make a pass between a request's documents. Where it fails the request is computed."""
+        assert self.passes is not None
         self._is_own_pass = True
         try:
-            self._computes(passing)
+            self.passes.compute(passing)
         except _OF_A_MODELS_CODE as error:
             logger.error(
                 "request %s is computed: a pass between its documents failed: %s: %s",
@@ -401,8 +404,11 @@ class Worker:
             self.loads.wait_layer(index)
 
     def layer_computed(self, layer: str) -> None:
+        if self.passes is not None and self._is_own_pass:
+            self.passes.layer_computed(layer)
+            return
         index = self._regions.get(layer)
-        if index is not None and self._is_saving and not self._is_own_pass:
+        if index is not None and self._is_saving:
             self._saves.layer_computed(index)
 
     def end_step(self) -> None:

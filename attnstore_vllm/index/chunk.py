@@ -104,7 +104,7 @@ class Chunk(_Referable):
     came_from: str = ""
     """The tier that its DRAM bytes came up from, while no request has loaded them since."""
     brought_by: str = ""
-    """The tier that bytes of it came up from, while it is an object; empty: none did."""
+    """The tier that its last DRAM bytes came up from, while it is an object; empty: none."""
     origin: str = ""
     """The tier of others that it was copied from (remote.py); empty: it was computed here."""
     copied_for: Run | None = None

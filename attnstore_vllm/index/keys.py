@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names for chunks: a BLAKE3 chain over everything that makes KV differ.
 
+It is long since the names of roots, of chunks and of lineages are made in one place.
+
     root   = H("root", namespace, cache_salt, lora)
     key[i] = H("chunk", parent = key[i-1] or root, extra, token ids of chunk i)
 

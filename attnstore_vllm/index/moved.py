@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.prefix import Piece, PrefixIndex
+from attnstore_vllm.index.prefix import Piece, PrefixIndex, pieces_before
 from attnstore_vllm.index.token_search import ContentIndex, Extent, MovedPiece
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
@@ -49,6 +49,7 @@ class MovedKv:
         sinks: first tokens of a prompt that are never moved ones: a prompt of which fewer are in
             their place is computed.
         recompute: this share of each document, its first tokens, is computed with the gap before.
+        recompute_last: so many of the last moved tokens are computed.
         seed: below 2^63; a secret, so that no prompt can be written whose windows collide.
     """
 
@@ -62,8 +63,9 @@ class MovedKv:
         sinks: int,
         seed: int,
         recompute: float = 0.0,
+        recompute_last: int = 0,
     ) -> None:
-        self._recompute = recompute
+        self._recompute, self._recompute_last = recompute, recompute_last
         self._index = index
         self._chunk_tokens = chunk_tokens
         self._chunks_max = min(chunks_max + HEARD_OF_MAX, CHUNKS_MAX)
@@ -105,6 +107,7 @@ class MovedKv:
             return pieces
         placed = self._index.match(sequence, start, stop, grain=1)
         moved = self._behind(placed[-1].stop if placed else start, sequence, stop)
+        moved = pieces_before(moved, moved[-1].stop - self._recompute_last) if moved else []
         return placed + moved if moved else pieces
 
     def anywhere(
@@ -130,7 +133,10 @@ class MovedKv:
             if not gone:
                 documents = [self._usable(self._cut(extent)) for extent in extents]
                 found = [[replace(some[0], gap=True), *some[1:]] for some in documents if some]
-                return placed + [p for some in found for p in some] if found else pieces
+                moved = [piece for some in found for piece in some]
+                if moved:
+                    moved = pieces_before(moved, moved[-1].stop - self._recompute_last)
+                return placed + moved if moved else pieces
             for key in gone:
                 self._content.drop(key)
         return pieces

@@ -288,6 +288,14 @@ def in_place(pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.group == 0 and piece.first is None]
 
 
+def pieces_before(pieces: Sequence[Piece], stop: int) -> list[Piece]:
+    """The pieces, of which the last may be longer, up to token `stop`."""
+    kept = [piece for piece in pieces if piece.start < stop]
+    if kept and kept[-1].stop > stop:
+        kept[-1] = replace(kept[-1], stop=stop)
+    return kept
+
+
 def gaps_of(pieces: Sequence[Piece], start: int, stop: int) -> list[range]:
     """The tokens of [start, stop) that none of these pieces has."""
     gaps, at = [], start

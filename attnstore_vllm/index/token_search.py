@@ -160,7 +160,7 @@ class ContentIndex:
         min_extent: int,
         max_extents: int = MAX_EXTENTS,
     ) -> list[Extent]:
-        """What is stored of tokens [start, stop) of a request, in their order, with gaps.
+        """Extents that are stored of tokens [start, stop) of a request, in their order, with gaps.
 
         Of extents that overlap the longest is taken, and the others lose what it covers. What is
         found counts as used. Args: as find()'s; of more than `max_extents` the longest are taken.

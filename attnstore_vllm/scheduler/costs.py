@@ -38,6 +38,14 @@ LONG_LOAD_S = 0.001
 """A load that takes less hides no pass."""
 
 
+class Chosen(NamedTuple):
+    """Tokens of documents that are computed anew, once some layers of all have told which."""
+
+    num_tokens: int
+    compared_share: float
+    """The share of the model's layers."""
+
+
 class Costs:
     """Whether a request waits for its KV, loads it or computes it.
 
@@ -155,12 +163,15 @@ class Costs:
         """
         return not self._computes_if_sooner or self._copies.pays(start, stop, self._steps, ahead_s)
 
-    def passes_pay(self, pieces: Sequence[Piece], start: int, num_bytes: int) -> bool:
+    def passes_pay(
+        self, pieces: Sequence[Piece], start: int, num_bytes: int, chosen: Chosen | None = None
+    ) -> bool:
         """Whether it is sooner to load these documents' KV, and to compute what lies between them
         in steps of its own, than to compute all from token `start` on. True while that is unknown.
 
         Args:
             num_bytes: that are loaded; a rank's.
+            chosen: of the documents' tokens, to be computed anew.
         """
         if not (self._computes_if_sooner and self._steps.is_known):
             return True
@@ -170,7 +181,10 @@ class Costs:
         num_passes = 1 + sum(map(len, gaps)) // self._step_tokens
         loading = self._loads.seconds(num_bytes) if self._loads.is_known else 0.0
         more = num_passes * self._steps.parts()[0]
-        return computing + more + loading <= self._steps.seconds(start, stop)
+        all_s = self._steps.seconds(start, stop)
+        if chosen is not None:
+            computing += (chosen.compared_share + chosen.num_tokens / (stop - start)) * all_s
+        return computing + more + loading <= all_s
 
     def ahead_s(self, num_bytes: int, layers: int, num_layers: int) -> float | None:
         """How long a request waits for so many layers that are loaded ahead; None if there are

@@ -1,53 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents anywhere in a prompt: their KV is loaded, and what lies between them is computed by
-workers in passes of our own (connector/own_pass.py).
+workers in passes of our own (connector/document_passes.py).
 
     vLLM gives blocks up to the end of the last document, and waits
         step 1: documents are loaded    step 2 ...: gaps are computed    last: received
 
 A step's passes have what its own tokens leave of vLLM's budget: others wait for them no longer than
 for a chunked prefill of as many tokens. Which tokens is decided here, so that all ranks compute the
-same in the same step.
+same in the same step. Where tokens are chosen by their K, how many is.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
+from attnstore_vllm.config.settings import TruncationConfig
+from attnstore_vllm.engine_facts import EngineFacts
+from attnstore_vllm.scheduler.costs import Chosen
+from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import Tables
-from attnstore_vllm.transfer.plan import PassPlan, TokenRun
+from attnstore_vllm.transfer.plan import PassPlan, Selection, TokenRun
+from attnstore_vllm.types import Cause, Clock
+
+COMPARED_LAYERS = 2
+"""Layers that are computed of all tokens, to choose some. K of the first does not differ."""
+FULL_STEPS_MAX = 4
+"""Steps in a row that leave no room for passes. Then there is one in spite of it, as there would be
+for a prompt that vLLM computes in parts."""
+
+PASSES_DEADLINE_S = 30.0
+"""How long the passes of a request may take, from their first step on; then it is computed."""
 
 
 @dataclass(slots=True)
 class _Gaps:
     state: RequestState
     plan_id: int
-    """Of the load of its documents."""
+    """That of its documents' load."""
+    block_ids: tuple[tuple[int, ...], ...]
     left: deque[range]
     """Tokens that no pass has had."""
-    block_ids: tuple[tuple[int, ...], ...]
+    compared: deque[range] = field(default_factory=deque)
+    """Tokens that are to be compared first."""
+    gaps: tuple[range, ...] = ()
+    num_chosen: int = 0
+    """See Selection; `left` counts tokens in the order of their positions then."""
+    deadline: float | None = None
+    """When the request is computed, if its passes are not over; None: they have not begun."""
     has_ended: bool = False
     """The request was aborted: nothing more is written to its blocks."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """Tokens and rows that a step has left for passes."""
+
+    tokens: int
+    rows: int
 
 
 class Documents:
     """All methods run on the scheduler's thread.
 
     Args:
-        step_tokens, step_rows: that a pass may have; of vLLM's own step as many are taken away.
+        engine: says what a pass may have; of vLLM's own step as many tokens are taken away.
         layers: that are loaded before a request is received.
     """
 
-    def __init__(self, plans: OpenPlans, step_tokens: int, step_rows: int, layers: int) -> None:
+    def __init__(
+        self,
+        plans: OpenPlans,
+        engine: EngineFacts,
+        config: TruncationConfig | None,
+        layers: int,
+        clock: Clock = time.monotonic,
+    ) -> None:
         self._plans = plans
-        self._step_tokens, self._step_rows = step_tokens, step_rows
+        self._step_tokens, self._step_rows = engine.pass_tokens, engine.pass_rows
+        config = config or TruncationConfig()
+        chooses = config.recompute_by == "deviation" and layers > COMPARED_LAYERS
+        self._chosen_share = config.recompute if chooses else 0.0
         self._layers = layers
+        self._clock = clock
         self._open: dict[str, _Gaps] = {}
         """In the order in which they came; the first has the passes."""
+        self._num_full = 0
+        """Steps that left no room, one after the other."""
 
     @property
     def is_open(self) -> bool:
@@ -57,37 +101,108 @@ class Documents:
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._open
 
+    def chosen(self, num_moved: int) -> Chosen | None:
+        """Which of so many tokens of documents are chosen to be computed anew; None: none are."""
+        number = math.ceil(self._chosen_share * num_moved)
+        return Chosen(number, COMPARED_LAYERS / self._layers) if number else None
+
     def begin(
-        self, state: RequestState, plan_id: int, gaps: Sequence[range], tables: Tables
+        self,
+        state: RequestState,
+        plan_id: int,
+        gaps: Sequence[range],
+        tables: Tables,
+        tokens: range,
     ) -> None:
-        """vLLM has taken the offer, and the load of the documents is planned."""
+        """vLLM has taken the offer, and the load of the documents is planned.
+
+        Args:
+            gaps: between documents.
+            tokens: all of both.
+        """
         block_ids = tuple(tuple(blocks) for blocks in tables)
-        self._open[state.request.request_id] = _Gaps(state, plan_id, deque(gaps), block_ids)
+        found = _Gaps(state, plan_id, block_ids, deque(gaps))
+        in_gaps = sum(map(len, gaps))
+        if (chosen := self.chosen(len(tokens) - in_gaps)) is not None:
+            found.num_chosen = chosen.num_tokens
+            found.gaps = tuple(gaps)
+            found.compared = deque([tokens])
+            found.left = deque([range(in_gaps + found.num_chosen)])
+        state.own_pass_tokens = in_gaps + found.num_chosen
+        self._open[state.request.request_id] = found
 
     def ended(self, request_id: str) -> None:
         """The request has ended: vLLM keeps its blocks until it is received."""
         if (found := self._open.get(request_id)) is not None:
             found.has_ended = True
 
-    def plan(self, num_scheduled: int) -> list[PassPlan]:
+    def plan(self, num_scheduled: int, stats: StepStats) -> list[PassPlan]:
         """The passes of a step whose own forward pass has so many tokens."""
-        tokens, rows = self._step_tokens - num_scheduled, self._step_rows
+        loaded = [found for found in self._open.values() if not self._plans.is_open(found.plan_id)]
+        if not loaded:
+            return []
+        room = self._room(num_scheduled)
         passes: list[PassPlan] = []
-        for request_id, found in list(self._open.items()):
-            if self._plans.is_open(found.plan_id):
-                continue
-            runs: list[TokenRun] = []
-            while found.left and not found.has_ended and tokens > 0 and rows > 0:
-                gap = found.left.popleft()
-                now, later = gap[:tokens], gap[tokens:]
-                if later:
-                    found.left.appendleft(later)
-                ids = found.state.request.all_token_ids[now.start : now.stop]
-                runs.append(TokenRun(now.start, tuple(ids)))
-                tokens, rows = tokens - len(now), rows - 1
-            if runs:
-                passes.append(PassPlan(request_id, tuple(runs), found.block_ids))
-            if not found.left or found.has_ended:
-                del self._open[request_id]
-                self._plans.load(request_id, [], (), num_partial=0, layers_before=self._layers)
+        now = self._clock()
+        for found in loaded:
+            found.deadline = found.deadline or now + PASSES_DEADLINE_S
+            is_late = now >= found.deadline
+            if not (found.has_ended or is_late):
+                passes += self._passes(found, room)
+            if not found.left or found.has_ended or is_late:
+                self._received(found, stats, is_late=is_late and bool(found.left))
         return passes
+
+    def _room(self, num_scheduled: int) -> _Room:
+        tokens = self._step_tokens - num_scheduled
+        self._num_full = 0 if tokens > 0 else self._num_full + 1
+        if self._num_full > FULL_STEPS_MAX:
+            self._num_full, tokens = 0, self._step_tokens
+        return _Room(tokens, self._step_rows)
+
+    def _passes(self, found: _Gaps, room: _Room) -> Iterator[PassPlan]:
+        request_id, block_ids = found.state.request.request_id, found.block_ids
+        if found.compared and room.tokens > 0:
+            most = room.tokens * self._layers // COMPARED_LAYERS
+            ranges = _take(found.compared, most, room.rows)
+            room.tokens -= -(-sum(map(len, ranges)) * COMPARED_LAYERS // self._layers)
+            selection = Selection(found.gaps, found.num_chosen, range(0))
+            yield PassPlan(request_id, _runs(found, ranges), block_ids, selection)
+        ranges = _take(found.left, room.tokens, room.rows) if not found.compared else []
+        room.tokens -= sum(map(len, ranges))
+        if not found.num_chosen:
+            room.rows -= len(ranges)
+            if ranges:
+                yield PassPlan(request_id, _runs(found, ranges), block_ids)
+            return
+        for part in ranges:
+            selection = Selection(found.gaps, found.num_chosen, part)
+            yield PassPlan(request_id, (), block_ids, selection)
+
+    def _received(self, found: _Gaps, stats: StepStats, *, is_late: bool) -> None:
+        """With an empty last part vLLM hears that the request is loaded, or that it has failed."""
+        request_id = found.state.request.request_id
+        del self._open[request_id]
+        if is_late and not found.has_ended:
+            found.state.load_failed = Cause.DEADLINE
+            stats.add("recomputations", Cause.DEADLINE, 1)
+        self._plans.load(
+            request_id, [], (), num_partial=0, layers_before=self._layers, has_failed=is_late
+        )
+
+
+def _take(left: deque[range], tokens: int, rows: int) -> list[range]:
+    """The first of these tokens, in so many runs at most; they are left no more."""
+    taken: list[range] = []
+    while left and tokens > 0 and len(taken) < rows:
+        some = left.popleft()
+        if later := some[tokens:]:
+            left.appendleft(later)
+        taken.append(some[:tokens])
+        tokens -= len(taken[-1])
+    return taken
+
+
+def _runs(found: _Gaps, ranges: Sequence[range]) -> tuple[TokenRun, ...]:
+    ids = found.state.request.all_token_ids
+    return tuple(TokenRun(some.start, tuple(ids[some.start : some.stop])) for some in ranges)

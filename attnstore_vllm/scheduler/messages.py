@@ -30,7 +30,7 @@ class StepPlan:
     number: int = 0
     loads: list[LoadPlan] = field(default_factory=list)
     passes: Sequence[PassPlan] = ()
-    """What workers compute themselves, behind the step's own forward pass and before its loads."""
+    """Passes of our own, behind the step's own forward pass and before its loads."""
     saves: list[TransferPlan] = field(default_factory=list)
     """Saves of blocks that are computed when the step ends."""
     saves_before: list[TransferPlan] = field(default_factory=list)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.index.prefix import Piece, gaps_of
+from attnstore_vllm.index.prefix import Piece, gaps_of, pieces_before
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
@@ -26,7 +26,7 @@ from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_groups, plan_states
 from attnstore_vllm.scheduler.request import MIN_LOAD_TOKENS, Offered, RequestState
 from attnstore_vllm.scheduler.stages import Stages
-from attnstore_vllm.scheduler.truncation import Truncation
+from attnstore_vllm.scheduler.truncation import Truncation, documents_of
 from attnstore_vllm.scheduler.untaken import Untaken
 from attnstore_vllm.scheduler.vllm_types import Tables
 from attnstore_vllm.scheduler.waits import Waits
@@ -179,8 +179,11 @@ class Offers:
     ) -> Cause | None:
         """Why what is there of tokens [local, stop) is offered as none; None: it is offered."""
         if held and has_gaps(held):
+            assert self._documents is not None
             num_tokens = sum(piece.stop - piece.start for piece in held)
-            if not self._costs.passes_pay(held, local, num_tokens * self._rank_token_bytes):
+            num_bytes = num_tokens * self._rank_token_bytes
+            chosen = self._documents.chosen(num_tokens)
+            if not self._costs.passes_pay(held, local, num_bytes, chosen):
                 return Cause.SLOWER
             return None
         ahead_s = self._ahead_s(state, held) if held and self._costs.ahead_layers else None
@@ -353,7 +356,8 @@ class Offers:
         )
         if gaps:
             assert self._documents is not None
-            self._documents.begin(state, plan_id, gaps, tables)
+            first = min(run.start for run in (*gaps, *documents_of(used)))
+            self._documents.begin(state, plan_id, gaps, tables, range(first, now))
         if self._stages and offered.rest:
             self._stages.offered = None
             if rest:
@@ -458,14 +462,6 @@ class Offers:
 def has_gaps(pieces: Iterable[Piece]) -> bool:
     """Whether some are documents, with gaps before them."""
     return any(piece.gap for piece in pieces)
-
-
-def pieces_before(pieces: Sequence[Piece], stop: int) -> list[Piece]:
-    """The pieces, of which the last may be longer, up to token `stop`."""
-    kept = [piece for piece in pieces if piece.start < stop]
-    if kept and kept[-1].stop > stop:
-        kept[-1] = replace(kept[-1], stop=stop)
-    return kept
 
 
 def has_all(held: Sequence[Piece], pieces: Sequence[Piece]) -> bool:

@@ -30,7 +30,7 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys
 from attnstore_vllm.own_files import make_directory, open_own, replace_own
 from attnstore_vllm.scheduler.observed import Watched
-from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.request import RequestState, list_of
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.types import TOKEN_BYTES, Key
 
@@ -231,11 +231,10 @@ class Recorder:
 
 
 def _sequence(state: RequestState) -> SequenceKeys:
-    """Its keys, as those of a request that has no moved KV."""
-    if state.moved is None:
-        return state.sequence
-    request = state.request
-    return SequenceKeys(state.root, request.all_token_ids, state.chunk_tokens, state.media.spans)
+    """Its keys, as those of a request that has no moved KV. Its own belong to the scheduler's
+    thread, which may still save a rest of it."""
+    tokens = list_of(state.request.all_token_ids)
+    return SequenceKeys(state.root, tokens, state.chunk_tokens, state.media.spans)
 
 
 def machine_lines(settings: Mapping[str, int | float | bool]) -> Iterator[str]:

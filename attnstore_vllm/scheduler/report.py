@@ -32,6 +32,7 @@ def report_of(state: RequestState) -> Report:
     whys = why_computed(state), why_not_stored(state)
     return _report(state.request, counted.in_hbm, counted.sources, *whys) | {
         "moved_tokens": state.moved_tokens,
+        "own_pass_tokens": state.own_pass_tokens,
         "approximate": state.approximate if is_found else None,
         "waited_ms": round(1000 * counted.waited_s),
     }
@@ -50,6 +51,7 @@ def _report(
         "hbm_tokens": in_hbm,
         **{f"{tier}_tokens": number for tier, number in tokens.items()},
         "moved_tokens": 0,
+        "own_pass_tokens": 0,
         "approximate": None,
         "computed_tokens": request.num_prompt_tokens - in_hbm - sum(sources.values()),
         "why_computed": None if why is None else why.value,

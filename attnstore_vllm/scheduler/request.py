@@ -248,6 +248,10 @@ class RequestState:
     that it has is exact."""
     documents: tuple[range, ...] = ()
     """The parts of `moved` whose KV was moved, if there are gaps between them."""
+    recompute_rule: str = ""
+    """Which of their tokens are computed anew; a part of such a lineage's name."""
+    own_pass_tokens: int = 0
+    """Tokens of its prompt that passes of our own compute (documents.py)."""
     recent: RecentPrompts | None = None
     """The prompts that came before."""
     _root: Key | None = None
@@ -375,7 +379,7 @@ class RequestState:
         if self._lookup is None:
             root = self.root
             if self.documents:
-                root = documents_root(root, self.documents, "none")
+                root = documents_root(root, self.documents, self.recompute_rule)
             elif self.moved is not None:
                 root = moved_root(root, self.moved.stop)
             tokens = list_of(request.all_token_ids)

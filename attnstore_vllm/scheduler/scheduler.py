@@ -23,7 +23,7 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk
-from attnstore_vllm.index.keys import RecentPrompts, SequenceKeys, approximate_root, root_key
+from attnstore_vllm.index.keys import RecentPrompts
 from attnstore_vllm.index.prefix import Piece, whole_blocks
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
 from attnstore_vllm.scheduler.approximate import Approximate
@@ -38,6 +38,7 @@ from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.scheduler.prefetching import prefetch
 from attnstore_vllm.scheduler.report import LeftAlone, report_of, why_computed, why_not_stored
 from attnstore_vllm.scheduler.request import (
     MIN_LOAD_TOKENS,
@@ -54,11 +55,10 @@ from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request, SchedulerOutput, Tables
 from attnstore_vllm.scheduler.waits import EMPTY_STEP_WAIT_S, LOCKSTEP_WAIT_S, Waits
-from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.transfer.board import Board
 from attnstore_vllm.transfer.geometry import Geometry
-from attnstore_vllm.types import Cause, Clock, Event, Seen
+from attnstore_vllm.types import OWN_PASS, Cause, Clock, Event, Seen
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +129,8 @@ class Scheduler:
         plans = self.plans = OpenPlans(
             store, geometry.num_ranks, rows, gives_blocks_away=gives, clock=clock
         )
-        makes_passes = engine.pass_tokens > 0
-        moved = self._truncation = Truncation(
-            store, config.truncation, engine.why_not_moved, makes_passes=makes_passes
-        )
+        why_not = engine.why_not_moved, engine.why_no_passes
+        moved = self._truncation = Truncation(store, config.truncation, *why_not)
         nvme = config.nvme
         self._approximate = Approximate(nvme.changed_by, by_default=nvme.is_for_all)
         self._media = media or MediaNames()
@@ -162,8 +160,8 @@ class Scheduler:
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, wait_s)
         self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
-        tokens, rows = engine.pass_tokens, engine.pass_rows
-        self.documents = Documents(plans, tokens, rows, geometry.most_layers)
+        layers = geometry.most_layers
+        self.documents = Documents(plans, engine, config.truncation, layers, clock)
         self.audits = audits = Audits(store, geometry, plans, config.audit, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
@@ -350,10 +348,15 @@ class Scheduler:
         if runs_ahead and self._queue is not None:
             self._queue.on_placed(request.request_id)
 
-    def sources(self, request: Request) -> dict[str, int]:
-        """Tokens of the request's last load, by the tier they were in."""
+    def sources(self, request: Request, num_tokens: int) -> dict[str, int]:
+        """The tokens that vLLM has taken last, by the tier they were in (OWN_PASS: in none)."""
         state = self.requests.get(request.request_id)
-        return state.counted.sources if state is not None else {}
+        if state is None:
+            return {}
+        sources = dict(state.counted.sources)
+        if state.documents:
+            sources[OWN_PASS] = num_tokens - sum(sources.values())
+        return sources
 
     # ---- a step ------------------------------------------------------------------------
 
@@ -388,7 +391,7 @@ class Scheduler:
         if self.rests:
             self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
-        passes = self.documents.plan(output.total_num_scheduled_tokens)
+        passes = self.documents.plan(output.total_num_scheduled_tokens, self._stats)
         plan = self.plans.take_plan(self.costs.times.planned(output, passes))
         plan.passes = passes
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
@@ -409,8 +412,8 @@ class Scheduler:
                 self._look_up(late)
 
     def _on_inputs(self, output: SchedulerOutput) -> None:
-        """What inputs of sessions say is heard, and media may be used from now on, under the names
-        that they have."""
+        """Hear what inputs of sessions say, and use media from now on under the names that they
+        have."""
         self._media.end_step()
         if not self._media_of:
             return
@@ -679,29 +682,3 @@ def hint_reader(config: StoreConfig) -> HintReader:
         may_audit=config.audit is not None,
         salted_only=config.shared_by == "salted",
     )
-
-
-def prefetch(
-    store: Store,
-    stats: StepStats,
-    order: PrefetchOrder,
-    namespace: bytes | None,
-    chunk_tokens: int,
-    codec: str | None = None,
-) -> None:
-    """Bring KV up from NVMe for a request that is likely to come: queue the reads. On the
-    scheduler's thread.
-
-    Args:
-        namespace: None: it is not known whose KV there is.
-        codec: that changes KV: what NVMe has is of its lineage.
-    """
-    if namespace is None:
-        return
-    root = root_key(namespace, order.cache_salt, b"")
-    root = approximate_root(root, codec) if codec is not None else root
-    lookup = Lookup(SequenceKeys(root, order.token_ids, chunk_tokens))
-    pieces = store.find(lookup, 0, len(order.token_ids), MIN_LOAD_TOKENS)
-    stats.add("prefetches", Event.HIT if pieces else Event.MISS, 1)
-    for tier, tokens in store.tiers(pieces, 0).items():
-        stats.add("prefetch_tokens", tier, tokens)

@@ -34,6 +34,11 @@ WHY_NOT_SHARED = (
     "set truncation: {share: everyone}"
 )
 
+WHY_NO_DOCUMENTS = (
+    "documents are not found in other places (truncation.documents), since this engine makes no "
+    "passes of its own: %s. Prompts that were cut are served as without that setting"
+)
+
 
 class Truncation:
     """All methods run on the scheduler's thread.
@@ -41,7 +46,7 @@ class Truncation:
     Args:
         config: None: no request may ask for it.
         reason: why KV cannot be moved here, or None.
-        makes_passes: what lies between documents can be computed.
+        why_no_passes: why what lies between documents cannot be computed, or None.
     """
 
     def __init__(
@@ -49,10 +54,9 @@ class Truncation:
         store: Store,
         config: TruncationConfig | None,
         reason: str | None,
-        *,
-        makes_passes: bool = False,
+        why_no_passes: str | None = None,
     ) -> None:
-        self._makes_passes = makes_passes
+        self._why_no_passes = why_no_passes
         self._store = store
         self._config = config
         self.by_default = config is not None and config.enabled
@@ -65,6 +69,8 @@ class Truncation:
         """Names of offers that vLLM has not taken: nothing has them, so they serve once more."""
         if config is not None and config.enabled:
             self._say()
+        if config is not None and config.documents and why_no_passes is not None:
+            logger.warning(WHY_NO_DOCUMENTS, why_no_passes)
 
     def note(self, state: RequestState) -> None:
         """Note what a request gets that has come and asks for moved KV."""
@@ -75,7 +81,8 @@ class Truncation:
             self._say()
         elif state.request.cache_salt or config.shared_by == "everyone":
             state.finds_moved = True
-            state.finds_documents = config.documents and self._makes_passes
+            state.finds_documents = config.documents and self._why_no_passes is None
+            state.recompute_rule = f"{config.recompute_by} {config.recompute}"
         elif not self._has_said:
             self._has_said = True
             logger.warning(WHY_NOT_SHARED)
@@ -119,7 +126,7 @@ class Truncation:
         if moved:
             state.begin_lineage(range(moved[0].start, stop), documents_of(pieces))
             # Not a sum: a request that was preempted may be served so again.
-            num_moved = sum(piece.stop - piece.start for piece in moved)
+            num_moved = sum(min(piece.stop, stop) - piece.start for piece in moved)
             state.moved_tokens = max(state.moved_tokens, num_moved)
             # What lies between is stored already, where it was computed.
             state.computing.go_on_from(stop // state.chunk_tokens)

@@ -81,6 +81,7 @@ class Auditor:
         self.comparisons = list(comparisons)
         groups = [group for group, one in enumerate(comparisons) if one is not None]
         self.trial = TierTrial((tier.tier.name for tier in tiers), groups)
+        context.residency.on_trial = self.trial.is_open
         self.reset: Callable[[], object] = lambda: None
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
         thread."""

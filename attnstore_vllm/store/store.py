@@ -113,7 +113,8 @@ class Store:
             min_tokens=moved.min_tokens,
             sinks=moved.sinks,
             seed=secrets.randbits(63),
-            recompute=moved.recompute,
+            recompute=moved.recompute if moved.recompute_by == "first" else 0.0,
+            recompute_last=moved.recompute_last,
         )
         self._curve = HitCurve.around(pool.num_slots, slab.shape.chunk_tokens)
         self._clock, self._lock = clock, threading.Lock()

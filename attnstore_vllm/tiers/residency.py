@@ -106,6 +106,8 @@ class Residency:
         self._orders = [self.dram.clean, self.dram.dirty, *behind]
         """All in which a slot may stand."""
         self.pinning = Pinning(self._tiers, self.counts)
+        self.on_trial: Callable[[str], bool] = lambda _: False
+        """Whether copies of what this tier of others has are no other's yet (store/trial.py)."""
         self.watch: Announced | None = None
         """Told of chunks that come to tiers and leave them, where routers want to know."""
 
@@ -334,6 +336,7 @@ class Residency:
         for chunk in chunks:
             assert chunk.dram.state is State.SAVING
             chunk.dram.state = State.READY
+            chunk.brought_by = chunk.origin = ""  # a tier that had it may have other bytes
             self.dram.saved(chunk)
             self._refuse_if_not_wanted(chunk)
         self._place(*chunks)
@@ -362,9 +365,10 @@ class Residency:
                     self.watch.at(chunk)
 
     def _refuse_if_not_wanted(self, chunk: Chunk) -> None:
-        """Tiers behind do not get what has ended, nor what DRAM alone may have: so DRAM gives it up
-        like what is clean."""
-        if chunk.dram_only or chunk.run.priority <= Priority.ENDED:
+        """Tiers behind do not get what has ended, nor what DRAM alone may have, nor what is on
+        trial: so DRAM gives it up like what is clean."""
+        is_kept_here = chunk.dram_only or self.on_trial(chunk.origin)
+        if is_kept_here or chunk.run.priority <= Priority.ENDED:
             chunk.refused_by.update(tier.name for tier in self.behind)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------

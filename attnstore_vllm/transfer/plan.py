@@ -111,14 +111,28 @@ class TokenRun(NamedTuple):
         return self.start + len(self.token_ids)
 
 
+class Selection(NamedTuple):
+    """Which tokens of its documents a request computes anew: those whose K differs most from what
+    was loaded (connector/selection.py)."""
+
+    gaps: tuple[range, ...]
+    """Tokens between the documents, which are all computed."""
+    num_chosen: int
+    """Tokens of the documents."""
+    part: range
+    """Those that this pass computes, of all that are, in the order of their positions. Empty: it
+    compares its runs with what was loaded."""
+
+
 class PassPlan(NamedTuple):
-    """What one step computes of a request between its documents (connector/own_pass.py)."""
+    """Tokens that one step computes between a request's documents (connector/own_pass.py)."""
 
     request_id: str
     runs: tuple[TokenRun, ...]
-    """In the order of their positions."""
+    """In the order of their positions; none where a selection says which."""
     block_ids: tuple[tuple[int, ...], ...]
     """The request's, by KV cache group."""
+    selection: Selection | None = None
 
 
 class ChunkCopy(NamedTuple):

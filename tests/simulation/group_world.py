@@ -437,7 +437,7 @@ class GroupWorld:
         self.counts["served"] += found > 0
         self.counts["tokens"] += found
         self.counts["ends within a block"] += found % 16 > 0
-        for tier, tokens in self.scheduler.sources(job).items() if found else ():
+        for tier, tokens in self.scheduler.sources(job, found).items() if found else ():
             self.counts[f"from {tier}"] += tokens
 
     def _local_hit(self, job: Job) -> int:

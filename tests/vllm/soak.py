@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many mixed requests, and every answer compared with an engine that has no store.
 
+It is long since the requests, their reference and the verdict are one run.
+
     python -m tests.vllm.soak --requests 2000 --seed 7
     python -m tests.vllm.soak --requests 600 --family gemma3
     python -m tests.vllm.soak --requests 3000 --documents

@@ -9,21 +9,28 @@ Method: K and V of layer 0 depend on a token and its place alone: there all is a
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from attnstore_lab.testing.tiny_model import TINY
+from attnstore_vllm.scheduler.documents import COMPARED_LAYERS
+from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.transfer.plan import PassPlan
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Answer, Engine
 from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
-from tests.vllm.test_truncation import ASKS, _kv_of
+from tests.vllm.test_truncation import ASKS, kv_of
 
 DOCUMENTS, LENGTH = 4, 200
 ORDER = (2, 0, 3, 1)
 STEP_TOKENS = 40
+DEEP = replace(TINY, layers=4)
+"""So that tokens are chosen by two layers of it."""
+RECOMPUTE = [("off", "first"), (0.15, "first"), (0.15, "deviation"), (1, "deviation")]
 FEW_TOKENS = {"max_num_batched_tokens": STEP_TOKENS}
 """So that the gaps take several steps."""
 
@@ -56,9 +63,9 @@ def prompt_of(order: tuple[int, ...]) -> tuple[list[int], list[range]]:
 def compare(engine: Engine, salt: str) -> dict[str, Any]:
     store_all(engine, salt)
     tokens, gaps = prompt_of(ORDER)
-    served, moved = _kv_of(engine, tokens, salt, extra_args=ASKS)
+    served, moved = kv_of(engine, tokens, layers=DEEP.layers, salt=salt, extra_args=ASKS)
     engine.forget_hbm()
-    computed, none = _kv_of(engine, tokens, "another " + salt)
+    computed, none = kv_of(engine, tokens, layers=DEEP.layers, salt="another " + salt)
     shape = (len(tokens), TINY.kv_heads, TINY.head_dim)
 
     def array(raw: bytes) -> torch.Tensor:
@@ -75,21 +82,26 @@ def compare(engine: Engine, salt: str) -> dict[str, Any]:
         "moved": moved, "none": none,
         "keys": apart(0, 0).max().item(), "values": apart(0, 1).max().item(),
         "gaps in layer 0": max(apart(0, part)[in_gaps].max().item() for part in (0, 1)),
-        "first gap": max(apart(n, 0)[: gaps[0].stop].max().item() for n in range(TINY.layers)),
+        "first gap": max(apart(n, 0)[: gaps[0].stop].max().item() for n in range(DEEP.layers)),
         "later gaps, layer 1": apart(1, 0)[in_gaps][24:].max().item(),
+        "layer 1": max(apart(1, part).max().item() for part in (0, 1)),
+        "last layer": max(apart(DEEP.layers - 1, part).max().item() for part in (0, 1)),
+        "differing": (apart(DEEP.layers - 1, 1) > 0).float().mean().item(),
     }  # fmt: skip
 
 
 def others(engine: Engine, salt: str) -> dict[str, Any]:
     """KV of the very same tokens as others get it, while the documents' is in HBM and after."""
     tokens, _ = prompt_of(ORDER)
-    found: dict[str, Any] = {"expected": _kv_of(engine, tokens, "reference")[0]}
+    found: dict[str, Any] = {
+        "expected": kv_of(engine, tokens, layers=DEEP.layers, salt="reference")[0]
+    }
     engine.forget_hbm()
     store_all(engine, salt)
-    found["served"], _ = _kv_of(engine, tokens, salt, extra_args=ASKS)
-    found["hbm"], moved = _kv_of(engine, tokens, salt)
+    found["served"], _ = kv_of(engine, tokens, layers=DEEP.layers, salt=salt, extra_args=ASKS)
+    found["hbm"], moved = kv_of(engine, tokens, layers=DEEP.layers, salt=salt)
     engine.forget_hbm()
-    found["again"], later = _kv_of(engine, tokens, salt)
+    found["again"], later = kv_of(engine, tokens, layers=DEEP.layers, salt=salt)
     found["moved"] = moved + later
     return found
 
@@ -100,18 +112,28 @@ def fail(engine: Engine, salt: str) -> tuple[Answer, Answer]:
     tokens, _ = prompt_of(ORDER)
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    worker: Any = get_kv_transfer_group().worker
+    passes: Any = get_kv_transfer_group().worker.passes
 
     def raises(_: Any) -> None:
         raise RuntimeError("planted")
 
-    computes, worker._computes = worker._computes, raises
+    passes.compute = raises
     try:
         answer = engine.ask(tokens, salt=salt, max_tokens=8, extra_args=ASKS)
     finally:
-        worker._computes = computes
+        del passes.compute
     engine.forget_hbm()
     return answer, engine.ask(tokens, salt="reference of " + salt, max_tokens=8)
+
+
+def cost_of(passing: PassPlan) -> float:
+    """In tokens of a whole pass."""
+    num_tokens = sum(len(run.token_ids) for run in passing.runs)
+    if passing.selection is None:
+        return num_tokens
+    if passing.selection.part:
+        return len(passing.selection.part)
+    return num_tokens * COMPARED_LAYERS / DEEP.layers
 
 
 def beside(engine: Engine, salt: str) -> dict[str, Any]:
@@ -123,12 +145,12 @@ def beside(engine: Engine, salt: str) -> dict[str, Any]:
     numbers = [engine.submit(prompt, salt="beside", max_tokens=60) for prompt in running]
     for _ in range(3):
         engine.step()
-    sizes: list[int] = []
+    sizes: list[float] = []
     plan = engine.side.documents.plan
 
-    def planned(num_scheduled: int) -> Any:
-        passes = plan(num_scheduled)
-        sizes.append(num_scheduled + sum(len(r.token_ids) for p in passes for r in p.runs))
+    def planned(num_scheduled: int, stats: StepStats) -> Any:
+        passes = plan(num_scheduled, stats)
+        sizes.append(num_scheduled + sum(cost_of(one) for one in passes))
         return passes
 
     engine.side.documents.plan = planned  # type: ignore[method-assign]
@@ -148,18 +170,26 @@ def beside(engine: Engine, salt: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["off", 0.15])
+@pytest.fixture(
+    scope="module",
+    params=RECOMPUTE,
+)
 def engine(request: pytest.FixtureRequest, start_engine: StartEngine) -> EngineHost:
-    """Args: the share of each document that is computed anew."""
-    truncation = {"share": "everyone", "documents": True, "recompute": request.param}
+    """Args: the share of each document that is computed anew, and which of its tokens."""
+    recompute = dict(zip(("recompute", "recompute_by"), request.param, strict=True))
+    truncation = {"share": "everyone", "documents": True, **recompute}
     settings = {"truncation": truncation}
-    return start_engine(dram="32MiB", shape=TINY, settings=settings, vllm=FEW_TOKENS)
+    return start_engine(dram="32MiB", shape=DEEP, settings=settings, vllm=FEW_TOKENS)
+
+
+def chooses(engine: EngineHost) -> bool:
+    return bool(engine.spec.settings["truncation"]["recompute_by"] == "deviation")
 
 
 def least(engine: EngineHost) -> int:
     """Tokens that are moved at least: a document's end may be left to its last whole block."""
     share = engine.spec.settings["truncation"]["recompute"]
-    anew = 0 if share == "off" else math.ceil(share * LENGTH)
+    anew = 0 if share == "off" or chooses(engine) else math.ceil(share * LENGTH)
     return DOCUMENTS * (LENGTH - 8 - anew)
 
 
@@ -170,12 +200,19 @@ def test_documents_in_another_order(engine: EngineHost) -> None:
     assert found["values"] == 0.0
     assert found["keys"] < 0.02, "of bfloat16, turned"
     assert found["gaps in layer 0"] == 0.0
+    if chooses(engine):
+        assert found["keys"] == found["layer 1"] == 0.0, "two layers of all were computed"
+    if engine.spec.settings["truncation"]["recompute"] == 1:
+        assert found["last layer"] == 0.0, "all was computed"
+    else:
+        assert found["last layer"] > 0.0, "documents have not seen what is before them"
     engine.call(Engine.check_quiet)
 
 
 def test_others_get_exact_kv(engine: EngineHost) -> None:
     found = engine.call(others, "others")
-    assert found["served"] != found["expected"], "it is approximate"
+    is_exact = engine.spec.settings["truncation"]["recompute"] == 1
+    assert (found["served"] == found["expected"]) == is_exact, "moved KV is approximate"
     assert found["hbm"] == found["expected"]
     assert found["again"] == found["expected"]
     assert found["moved"] == 0

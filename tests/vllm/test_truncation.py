@@ -54,23 +54,27 @@ def _moved(engine: Engine) -> int:
     return int(engine.metric("moved_tokens", "dram"))
 
 
-def _kv_of(engine: Engine, prompt: list[int], salt: str, **how: Any) -> tuple[list[Any], int]:
+def kv_of(
+    engine: Engine, prompt: list[int], salt: str, *, layers: int = TINY.layers, **how: Any
+) -> tuple[list[Any], int]:
     """KV in HBM when the first token was said, and the tokens that were moved."""
     before = _moved(engine)
     number = engine.submit(prompt, salt=salt, max_tokens=3, **how)
     engine.wait_for(lambda: engine.request(number).num_output_tokens > 0, engine.step)
     blocks = engine.block_ids(number)
-    plain: list[Any] = engine.llm.collective_rpc(plain_kv, args=(blocks, len(prompt)))
+    plain: list[Any] = engine.llm.collective_rpc(plain_kv, args=(blocks, len(prompt), layers))
     engine.finish(number)
     engine.drain()
     return plain[0], _moved(engine) - before
 
 
-def plain_kv(worker: Any, blocks: list[int], tokens: int) -> list[tuple[bytes, bytes]]:
+def plain_kv(
+    worker: Any, blocks: list[int], tokens: int, num_layers: int = TINY.layers
+) -> list[tuple[bytes, bytes]]:
     """K and V of each layer, [tokens, heads, dim] float32, read through the probed layout."""
     from tests.vllm.plain_kv import read_plain
 
-    found = [read_plain(worker, layer, blocks, tokens) for layer in range(TINY.layers)]
+    found = [read_plain(worker, layer, blocks, tokens) for layer in range(num_layers)]
     return [(k.numpy().tobytes(), v.numpy().tobytes()) for k, v in found]
 
 
@@ -80,9 +84,9 @@ def compare(engine: Engine, cut: str) -> tuple[int, float, bool, float]:
     prompt = random_tokens(cut, LENGTH)
     _store(engine, prompt, cut)
     kept = CUTS[cut](prompt) + random_tokens((cut, "new"), 40)
-    served, moved = _kv_of(engine, kept, cut, extra_args=ASKS)
+    served, moved = kv_of(engine, kept, cut, extra_args=ASKS)
     engine.forget_hbm()
-    computed, none = _kv_of(engine, kept, "another " + cut)
+    computed, none = kv_of(engine, kept, "another " + cut)
     assert none == 0
     shape = (len(kept), TINY.kv_heads, TINY.head_dim)
 
@@ -124,7 +128,7 @@ def others(engine: Engine, seed: str) -> dict[str, Any]:
 
     def kv(salt: str, **how: Any) -> tuple[list[tuple[bytes, bytes]], int, int]:
         engine.loaded()
-        layers, moved = _kv_of(engine, kept, salt, **how)
+        layers, moved = kv_of(engine, kept, salt, **how)
         return [(k[:num_bytes], v[:num_bytes]) for k, v in layers], moved, engine.loaded()["dram"]
 
     found: dict[str, Any] = {"expected": kv("reference")}
@@ -207,7 +211,7 @@ def two_ways(engine: Engine) -> tuple[list[int], list[bool]]:
         said = text
         for cut, new in zip(cuts, added, strict=False):
             said = said[cut:] + new
-            kv, tokens = _kv_of(engine, said, salt, extra_args=ASKS)
+            kv, tokens = kv_of(engine, said, salt, extra_args=ASKS)
             engine.forget_hbm()
             moved.append(tokens)
         served.append(kv)

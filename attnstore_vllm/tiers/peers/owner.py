@@ -242,9 +242,11 @@ class Owner:
     def _has(self, chunk: Chunk) -> bool:
         """Locked. Whether it is here, or comes up from our own disk. What we know of others by
         asking alone is theirs to tell, and what ends sooner than the server's ttl is told to none:
-        they would not know of its end."""
+        they would not know of its end. Nor is what we have copied and not compared yet."""
         context = self._context
         if not chunk.usable or context.residency.has_expired(chunk):
+            return False
+        if context.residency.on_trial(chunk.origin):
             return False
         lease = context.residency.run_of(chunk).lease if context.has_leases else None
         if lease is not None and (context.ttl_s is None or lease.ttl_s < context.ttl_s):

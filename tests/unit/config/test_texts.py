@@ -130,7 +130,7 @@ def test_limits_are_those_of_the_parser() -> None:
                 with pytest.raises(ConfigError, match=re.escape(setting.key)):
                     StoreConfig.parse(given)
         checked += 1
-    assert checked == 8
+    assert checked == 9
 
 
 @pytest.mark.parametrize("path", settings_page.pages(), ids=lambda path: path.name)

@@ -279,6 +279,7 @@ def test_what_a_request_waited_is_in_its_report() -> None:
         "dram_tokens": 1000,
         "nvme_tokens": 500,
         "moved_tokens": 0,
+        "own_pass_tokens": 0,
         "approximate": None,
         "computed_tokens": 1300,
         "why_computed": "deadline",

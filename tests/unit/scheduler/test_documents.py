@@ -9,9 +9,21 @@ from typing import Any, cast
 
 import pytest
 
+from attnstore_vllm.config.settings import TruncationConfig
+from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.prefix import gaps_of
-from attnstore_vllm.scheduler.documents import Documents
+from attnstore_vllm.scheduler.documents import (
+    COMPARED_LAYERS,
+    FULL_STEPS_MAX,
+    PASSES_DEADLINE_S,
+    Documents,
+)
+from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans
+
+LAYERS = 8
+GAPS = [range(10), range(40, 52), range(90, 91)]
+CHOOSES = TruncationConfig(documents=True, recompute=0.25, recompute_by="deviation")
 
 
 class Plans:
@@ -20,13 +32,17 @@ class Plans:
     def __init__(self) -> None:
         self.open: set[int] = set()
         self.received: list[str] = []
+        self.failed: list[str] = []
+        self.clock: Any = None
 
     def is_open(self, plan_id: int) -> bool:
         return plan_id in self.open
 
-    def load(self, request_id: str, chunks: Sequence[Any], copies: Any, **_: Any) -> int:
+    def load(
+        self, request_id: str, chunks: Sequence[Any], copies: Any, *, has_failed: bool, **_: Any
+    ) -> int:
         assert not chunks and not copies, "a last part brings nothing"
-        self.received.append(request_id)
+        (self.failed if has_failed else self.received).append(request_id)
         return 99
 
 
@@ -35,10 +51,15 @@ def state_of(name: str, num_tokens: int = 1000) -> Any:
     return SimpleNamespace(request=request)
 
 
-def begun(plans: Plans, tokens: int, rows: int) -> Documents:
-    documents = Documents(cast("OpenPlans", plans), tokens, rows, layers=2)
+def begun(
+    plans: Plans, tokens: int, rows: int, config: TruncationConfig | None = None
+) -> Documents:
+    engine = EngineFacts(pass_tokens=tokens, pass_rows=rows)
+    clock = SimpleNamespace(now=0.0)
+    documents = Documents(cast("OpenPlans", plans), engine, config, LAYERS, lambda: clock.now)
     plans.open.add(1)
-    documents.begin(state_of("a"), 1, [range(10), range(40, 52), range(90, 91)], ((1, 2, 3),))
+    plans.clock = clock
+    documents.begin(state_of("a"), 1, GAPS, ((1, 2, 3),), range(100))
     return documents
 
 
@@ -46,12 +67,12 @@ def begun(plans: Plans, tokens: int, rows: int) -> Documents:
 def test_steps_compute_each_token_once_within_their_budget(tokens: int, rows: int) -> None:
     plans = Plans()
     documents = begun(plans, tokens + 3, rows)
-    assert documents.plan(3) == [], "its documents are still being loaded"
+    assert documents.plan(3, StepStats()) == [], "its documents are still being loaded"
     plans.open.clear()
     computed: list[int] = []
     while documents.is_open:
         assert plans.received == []
-        (one,) = documents.plan(3)
+        (one,) = documents.plan(3, StepStats())
         found = [token for run in one.runs for token in run.token_ids]
         assert 0 < len(found) <= tokens and len(one.runs) <= rows
         assert all(run.token_ids[0] == run.start for run in one.runs)
@@ -64,20 +85,75 @@ def test_a_full_step_computes_nothing() -> None:
     plans = Plans()
     documents = begun(plans, 8, 4)
     plans.open.clear()
-    assert documents.plan(8) == documents.plan(20) == []
+    assert documents.plan(8, StepStats()) == documents.plan(20, StepStats()) == []
     assert documents.is_loading("a") and not plans.received
+
+
+def test_steps_that_stay_full_compute_in_the_end() -> None:
+    plans = Plans()
+    documents = begun(plans, 8, 4)
+    plans.open.clear()
+    found = [bool(documents.plan(8, StepStats())) for _ in range(3 * (FULL_STEPS_MAX + 1))]
+    assert found == 3 * [*FULL_STEPS_MAX * [False], True]
+
+
+def test_what_takes_too_long_is_computed_by_vllm() -> None:
+    plans = Plans()
+    documents = begun(plans, 8, 4)
+    plans.clock.now = 10 * PASSES_DEADLINE_S  # the load's own time does not count
+    plans.open.clear()
+    assert documents.plan(0, StepStats())
+    plans.clock.now += PASSES_DEADLINE_S
+    stats = StepStats()
+    assert documents.plan(0, stats) == []
+    assert plans.failed == ["a"] and not documents.is_open
+    assert stats.data["counters"] == {"recomputations:deadline": 1}
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(5, 9), (8, 1), (1000, 9)])
+def test_two_layers_of_all_are_compared_before_some_are_chosen(tokens: int, rows: int) -> None:
+    plans = Plans()
+    documents = begun(plans, tokens + 3, rows, CHOOSES)
+    plans.open.clear()
+    compared: list[int] = []
+    parts: list[int] = []
+    number = -(-(100 - 23) // 4)
+    while documents.is_open:
+        cost = 0.0
+        for one in documents.plan(3, StepStats()):
+            assert one.selection is not None
+            assert (one.selection.gaps, one.selection.num_chosen) == (tuple(GAPS), number)
+            if one.selection.part:
+                assert not one.runs and len(compared) == 100
+                parts += one.selection.part
+                cost += len(one.selection.part)
+            else:
+                compared += [token for run in one.runs for token in run.token_ids]
+                cost += sum(len(run.token_ids) for run in one.runs) * COMPARED_LAYERS / LAYERS
+        assert 0 < cost <= tokens
+    assert compared == list(range(100))
+    assert parts == list(range(23 + number))
+    assert plans.received == ["a"]
+
+
+def test_a_model_of_two_layers_chooses_none() -> None:
+    plans = Plans()
+    documents = Documents(
+        cast("OpenPlans", plans), EngineFacts(pass_tokens=64, pass_rows=9), CHOOSES, COMPARED_LAYERS
+    )
+    assert documents.chosen(100) is None
 
 
 def test_the_next_request_has_what_the_first_leaves() -> None:
     plans = Plans()
     documents = begun(plans, 30, 9)
-    documents.begin(state_of("b"), 2, [range(20)], ((4, 5),))
+    documents.begin(state_of("b"), 2, [range(20)], ((4, 5),), range(30))
     plans.open.clear()
-    first = documents.plan(0)
+    first = documents.plan(0, StepStats())
     assert [(p.request_id, [len(r.token_ids) for r in p.runs]) for p in first] == [
         ("a", [10, 12, 1]), ("b", [7]),
     ]  # fmt: skip
-    (rest,) = documents.plan(0)
+    (rest,) = documents.plan(0, StepStats())
     assert (rest.request_id, rest.runs[0].start, rest.block_ids) == ("b", 7, ((4, 5),))
     assert plans.received == ["a", "b"]
 
@@ -87,9 +163,10 @@ def test_of_a_request_that_has_ended_nothing_more_is_computed() -> None:
     documents = begun(plans, 8, 9)
     documents.ended("a")
     documents.ended("another")
-    assert documents.plan(0) == [] and documents.is_open, "its blocks are still being filled"
+    assert documents.plan(0, StepStats()) == []
+    assert documents.is_open, "its blocks are still being filled"
     plans.open.clear()
-    assert documents.plan(0) == []
+    assert documents.plan(0, StepStats()) == []
     assert plans.received == ["a"] and not documents.is_open
 
 

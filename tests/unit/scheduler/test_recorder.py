@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import threading
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -20,9 +21,10 @@ import yaml
 from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.hardware import Machine
 from attnstore_lab.sim.trace import TraceError
+from attnstore_vllm._native import hash_chunks
 from attnstore_vllm.config.settings import TraceConfig
 from attnstore_vllm.errors import ConfigError
-from attnstore_vllm.index.keys import root_key
+from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.scheduler import observed
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.observed import Watched, Watchers
@@ -99,6 +101,32 @@ def test_a_sample_has_whole_conversations(tmp_path: Path, share: float) -> None:
              for first in {x["hash_ids"][0] for x in found}]  # fmt: skip
     assert len(turns) == pytest.approx(200 * share, abs=30)
     assert sum(n == 5 for n in turns) > 0.9 * len(turns), "an end on a chunk's border is forgotten"
+
+
+def test_names_are_not_made_on_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a request that has ended is still saved, under names that the scheduler's thread
+    makes as there is room, when its answer is recorded."""
+    made, tokens = recorded(tmp_path), list(range(8 * CHUNK))
+    told = seen(tokens, 4 * CHUNK)
+    told.state.sequence.keys(0, 4)  # its prompt was looked up
+    there, go_on = threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        if threading.current_thread() is recording:
+            there.set()
+            go_on.wait(10)
+        return hash_chunks(*given)
+
+    monkeypatch.setattr("attnstore_vllm.index.keys.hash_chunks", slow)
+    recording = threading.Thread(target=made.ended, args=(told,))
+    recording.start()
+    assert there.wait(10)
+    told.state.sequence.keys(4, 5)
+    go_on.set()
+    recording.join(10)
+    made.close()
+    expected = SequenceKeys(told.state.root, tokens, CHUNK)
+    assert told.state.sequence.names(0, 8, b"") == expected.names(0, 8, b"")
 
 
 def test_ends_are_few(tmp_path: Path) -> None:

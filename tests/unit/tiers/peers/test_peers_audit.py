@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.types import DRAM, PEERS
@@ -37,6 +39,28 @@ def test_wrong_kv_is_not_taken_from_a_sibling_again(tmp_path: Path) -> None:
         assert here.store.reset() and sibling.store.reset()
         sibling.put(1, TOKENS)
         assert here.tokens(1, TOKENS) == TOKENS, "of after the reset"
+    finally:
+        for engine in (here, sibling):
+            engine.wait(engine.is_idle)
+            engine.close()
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_what_is_on_trial_is_given_to_no_sibling(tmp_path: Path, is_tried: bool) -> None:
+    """It would be served there, if siblings have passed their own trial."""
+    here = PeerEngine(tmp_path, 0, audit=AuditConfig(rate=1.0), comparisons=(BITS,))
+    sibling = PeerEngine(tmp_path, 1)
+    try:
+        sibling.wait_ready()
+        here.put(1, TOKENS)
+        for name in names_of(sequence_of(conversation(1, TOKENS))):
+            chunk = here.store.residency.index.get(name.key)
+            assert chunk is not None
+            chunk.origin = PEERS  # as a copy from one that has gone since
+        assert here.store.audit is not None
+        if is_tried:
+            here.store.audit.trial.close(PEERS)
+        assert sibling.tokens(1, TOKENS) == (TOKENS if is_tried else 0)
     finally:
         for engine in (here, sibling):
             engine.wait(engine.is_idle)

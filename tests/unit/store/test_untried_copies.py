@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV of others that is on trial, and what of it has come to NVMe meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from attnstore_lab.testing.devices import MemoryDevice
+from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
+from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.policy.kv_compare import Comparison, Unit
+from attnstore_vllm.tiers.remote_io import awaits_remote
+from attnstore_vllm.types import NVME
+from tests.helpers import (
+    PAYLOAD_BYTES,
+    Rig,
+    Rigs,
+    conversation,
+    lookup_of,
+    names_of,
+    payload_of,
+    push_out_of_dram,
+    sequence_of,
+)
+
+BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 8)], None)
+NUM_TOKENS = 49
+"""Three whole chunks, and one token to compute."""
+
+
+def asks(rig: Rig, request_id: str, tokens: list[int]) -> None:
+    """A request comes, and all that it finds comes up."""
+    lookup = lookup_of(tokens, may_ask=True)
+    _, visit = rig.store.arrive(request_id, lookup, len(tokens))
+    rig.until(lambda: not awaits_remote(lookup))
+    find = rig.store.find
+    find(lookup, 0, len(tokens) - 1, request_id=request_id, visit=visit)
+    rig.until_idle()
+    find(lookup, 0, len(tokens) - 1, request_id=request_id, visit=visit)
+    rig.until_idle()
+
+
+def two_ask(open_rig: Rigs, path: Path) -> tuple[Rig, MemoryDevice, list[int]]:
+    """Others give wrong KV to two requests, before any of it was compared."""
+    others = Others()
+    tokens = conversation(1, NUM_TOKENS)
+    for name in names_of(sequence_of(tokens))[:3]:
+        others.put(name, bytes(PAYLOAD_BYTES))
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    given = {"audit": audit, "path": path, "comparisons": (BITS,)}
+    rig, device = open_rig(more_tiers=(MakeRemoteDict(others),), **given)
+    for request_id in ("one", "two"):
+        asks(rig, request_id, tokens)
+    device.settle()
+    rig.until_idle()
+    return rig, device, tokens
+
+
+def test_a_trial_that_fails_leaves_nothing_of_the_tier_to_the_next_start(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    rig, device, tokens = two_ask(open_rig, tmp_path)
+    names = names_of(sequence_of(tokens))[:3]
+    chunk = rig.chunk(names[0])
+    assert chunk.brought_by == "asked" and chunk.dram.state is State.READY
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+    assert copy is not None
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(names[0])
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+    device.settle()
+    assert rig.read(sequence_of(tokens)) == []
+    again, _ = open_rig(image=bytes(device.image))
+    assert again.store.figures().counts.get("recovered", 0) == 0
+
+
+def test_what_is_on_trial_is_not_served_as_of_another_tier(open_rig: Rigs, tmp_path: Path) -> None:
+    """It leaves DRAM before it was compared."""
+    rig, device, tokens = two_ask(open_rig, tmp_path)
+    assert rig.store.audit is not None
+    rig.store.audit.trial.close(NVME)  # other chunks of NVMe have agreed
+    push_out_of_dram(rig, device, rig.dram_slots)
+    lookup = lookup_of(tokens)
+    pieces = rig.store.find(lookup, 0, len(tokens) - 1)
+    rig.until_idle()
+    pieces = rig.store.find(lookup, 0, len(tokens) - 1)
+    assert not pieces or rig.store.audit.trial.awaits(pieces)
+
+
+def test_what_has_agreed_comes_to_nvme_with_its_next_use(open_rig: Rigs, tmp_path: Path) -> None:
+    rig, _, tokens = two_ask(open_rig, tmp_path)
+    assert rig.store.audit is not None
+    rig.store.audit.trial.close("asked")
+    asks(rig, "three", tokens)
+    for name in names_of(sequence_of(tokens))[:3]:
+        assert rig.chunk(name).at(NVME).state is State.READY
+
+
+def test_what_was_computed_here_says_nothing_of_the_tier(open_rig: Rigs, tmp_path: Path) -> None:
+    """A chunk leaves DRAM before it was compared, and is saved anew by the request that computed it
+    for the trial: the next one that is drawn is compared with that."""
+    tokens = conversation(1, NUM_TOKENS)
+    name = names_of(sequence_of(tokens))[0]
+    old, device = open_rig()
+    assert old.put(name, bytes(PAYLOAD_BYTES)) is not None
+    device.settle()
+    image = bytes(device.image)
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    given = {"audit": audit, "path": tmp_path, "comparisons": (BITS,)}
+    rig, device = open_rig(image=image, dram_slots=2, **given)
+    asks(rig, "one", tokens)
+    chunk = rig.chunk(name)
+    assert (chunk.brought_by, chunk.dram.state) == (NVME, State.READY)
+    push_out_of_dram(rig, device, rig.dram_slots)
+    assert (chunk.brought_by, chunk.dram.state) == (NVME, State.ABSENT)
+    assert rig.store.begin_save(name, again=True) is chunk
+    rig.pool.slot(chunk.dram.slot)[:] = payload_of(name)
+    rig.store.finish_saves([chunk])
+    pieces = rig.store.find(lookup_of(tokens), 0, 16)
+    assert rig.store.audit is not None
+    rig.store.audit.put_off(pieces, is_drawn=True)
+    copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+    assert copy is not None
+    rig.pool.slot(copy.dram.slot)[:] = payload_of(name)
+    rig.store.finish_saves([copy])
+    rig.until_idle()
+    assert rig.store.audit.trial.is_open(NVME), "what NVMe has was compared with nothing"
