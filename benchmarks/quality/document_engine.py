@@ -39,12 +39,14 @@ class Row:
     """One way to serve the prompts.
 
     stored: "" computes all; "prompt" loads it in its place; "behind" and "alone" are how the
-    documents were computed. recompute: truncation's. gaps_left_out: the check that can fail.
+    documents were computed. recompute, recompute_by: truncation's. gaps_left_out: the check that
+    can fail.
     """
 
     name: str
     stored: str = ""
     recompute: float | str = "off"
+    recompute_by: str = "first"
     gaps_left_out: bool = False
 
     def is_served(self, said: Said) -> bool:
@@ -57,24 +59,27 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """tokens: as chosen, or as forced. losses: nats. ranks: from 1. moved, reused: tokens of the
-    prompt; reused ones may be in HBM, too."""
+    """tokens: as chosen, or as forced. losses: nats. ranks: from 1. moved, reused,
+    passed: tokens of the prompt; reused ones may be in HBM, too; passed are those of own passes."""
 
     tokens: list[int]
     losses: list[float]
     ranks: list[int]
     moved: int
     reused: int
+    passed: int
 
 
-def start(model: Path, window: int, store: Path, recompute: float | str) -> Any:
+def start(model: Path, window: int, store: Path, row: Row) -> Any:
+    """An engine with the settings of this row."""
     from vllm import LLM  # noqa: PLC0415
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
     settings = {
         "dram": "512MiB", "nvme": {"path": str(store), "capacity": "1GiB"},
         "load_deadline": "60s", "compute_if_sooner": False,
-        "truncation": {"documents": True, "min_tokens": 32, "recompute": recompute},
+        "truncation": {"documents": True, "min_tokens": 32, "recompute": row.recompute,
+                       "recompute_by": row.recompute_by},
     }  # fmt: skip
     transfer = KVTransferConfig(
         kv_connector="AttnStoreConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
@@ -168,7 +173,8 @@ def _said(output: Any) -> Said:
     report = (output.kv_transfer_params or {}).get("attnstore", {})
     reused = report.get("prompt_tokens", 0) - report.get("computed_tokens", 0)
     losses, ranks = [-one.logprob for one in heard], [one.rank for one in heard]
-    return Said(tokens, losses, ranks, report.get("moved_tokens", 0), reused)
+    moved, passed = report.get("moved_tokens", 0), report.get("own_pass_tokens", 0)
+    return Said(tokens, losses, ranks, moved, reused, passed)
 
 
 def ask_all(llm: Any, row: Row, cases: Sequence[Case], first: int) -> list[Said]:
@@ -214,7 +220,7 @@ def run(work: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
         OwnPass.compute = lambda *_: None  # type: ignore[method-assign]
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as name:
-        llm = start(Path(work["model"]), work["window"], Path(name), rows[0].recompute)
+        llm = start(Path(work["model"]), work["window"], Path(name), rows[0])
         for row in rows:
             forced: list[Said] = []
             greedy: list[Said] = []

@@ -26,10 +26,11 @@ LINES: Final = {
 
 def tables(result: dict[str, Any]) -> str:
     about, prompt = result["model"], result["prompt"]
-    rows: list[tuple[str, ...]] = [("computed anew", "moved tokens", *COLUMNS)]
+    rows: list[tuple[str, ...]] = [("computed anew", "moved", "own passes", *COLUMNS)]
     for row in result["rows"]:
         cells = [_spread(row[name], digits) for name, digits in COLUMNS.values()]
-        rows.append((row["name"], f"{row['moved_tokens']:.0f}", *cells))
+        tokens = [f"{row[name]:.0f}" for name in ("moved_tokens", "own_pass_tokens")]
+        rows.append((row["name"], *tokens, *cells))
     return (
         f"{about['parameters'] / 1e6:.1f}M parameters, {about['layers']} layers. A prompt has "
         f"{prompt['documents']} documents of {prompt['document_tokens']} tokens, and "
@@ -43,27 +44,35 @@ def _spread(value: dict[str, float], digits: int) -> str:
     return f"{value['value']:.{digits}f} ({value['standard_error']:.{digits}f})"
 
 
-def curve(result: dict[str, Any], stored: str) -> list[tuple[float, dict[str, Any]]]:
-    """(percent of each document computed anew, row) of the rows whose documents were stored so."""
+def curve(result: dict[str, Any], stored: str, by: str) -> list[tuple[float, dict[str, Any]]]:
+    """(percent computed anew, row) of the rows whose documents were stored so, and whose tokens
+    were chosen so."""
     rows = [r for r in result["rows"] if r["stored"] == stored and not r["gaps_left_out"]]
     shares = [0.0 if row["recompute"] == "off" else 100 * row["recompute"] for row in rows]
-    return sorted(zip(shares, rows, strict=True), key=lambda point: point[0])
+    points = [
+        (share, row)
+        for share, row in zip(shares, rows, strict=True)
+        if not share or row["recompute_by"] == by
+    ]
+    return sorted(points, key=lambda point: point[0])
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """A panel for each measure: documents stored behind other text and alone, and full prefill."""
     (full,) = (row for row in result["rows"] if not row["stored"])
     (broken,) = (row for row in result["rows"] if row["gaps_left_out"])
-    behind = curve(result, "behind")
-    lost = full["two_hop_recall"]["value"] - behind[0][1]["two_hop_recall"]["value"]
+    kinds = {
+        "first tokens": (curve(result, "behind", "first"), palette.color(palette.OURS)),
+        "selected": (curve(result, "behind", "deviation"), palette.OTHERS[1]),
+        "stored alone, first tokens": (curve(result, "alone", "first"), palette.OTHERS[2]),
+        "stored alone, selected": (curve(result, "alone", "deviation"), palette.OTHERS[3]),
+    }
+    none = kinds["first tokens"][0][0][1]
+    lost = full["two_hop_recall"]["value"] - none["two_hop_recall"]["value"]
     title = f"Reused documents cost {lost:.0f} points of recall over two of them"
     figure, (panels,) = palette.figure((11, 4.2), title, 1, len(LINES), sharey=True)
-    kinds = {
-        "stored behind other text": (behind, palette.color(palette.OURS), palette.MARKS[0]),
-        "stored alone": (curve(result, "alone"), palette.OTHERS[1], palette.MARKS[1]),
-    }
     for axes, (name, words) in zip(panels, LINES.items(), strict=True):
-        for label, (points, color, mark) in kinds.items():
+        for mark, (label, (points, color)) in zip(palette.MARKS, kinds.items(), strict=False):
             axes.errorbar(
                 [share for share, _ in points],
                 [row[name]["value"] for _, row in points],
@@ -78,5 +87,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_title(words, fontsize="small")
         axes.set_xlabel("computed anew, % of each document")
     panels[0].set(ylabel="%", ylim=(0, 105))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     palette.save(figure, path)

@@ -43,15 +43,18 @@ ROWS = (
     Row(name=FULL),
     Row(name=AGAIN, stored="prompt"),
     Row(name="none", stored="behind"),
-    Row(name="standalone, none", stored="alone"),
+    Row(name="standalone: none", stored="alone"),
     Row(name="first 5 %", stored="behind", recompute=0.05),
     Row(name="first 15 %", stored="behind", recompute=0.15),
-    Row(name="standalone, first 15 %", stored="alone", recompute=0.15),
+    Row(name="standalone: first 15 %", stored="alone", recompute=0.15),
     Row(name="first 30 %", stored="behind", recompute=0.3),
+    Row(name="selected 5 %", stored="behind", recompute=0.05, recompute_by="deviation"),
+    Row(name="selected 15 %", stored="behind", recompute=0.15, recompute_by="deviation"),
+    Row(name="standalone: selected 15 %", stored="alone", recompute=0.15, recompute_by="deviation"),
+    Row(name="selected 30 %", stored="behind", recompute=0.3, recompute_by="deviation"),
     Row(name=BROKEN, stored="behind", gaps_left_out=True),
 )
-"""Rows that follow each other with equal settings share an engine. Another way to choose what is
-computed anew is a row more, with its setting."""
+"""Rows that follow each other with equal settings share an engine."""
 ENGINE_DEADLINE_S = 3600.0
 
 
@@ -92,9 +95,14 @@ def measure(directory: Path, texts: int, chains: int, seed: int = 0) -> dict[str
     }
 
 
+def settings_of(row: Row) -> tuple[float | str, str, bool]:
+    """What an engine is started with."""
+    return row.recompute, row.recompute_by, row.gaps_left_out
+
+
 def engines(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Rows that one engine serves."""
-    for _, some in groupby(rows, key=lambda row: (row.recompute, row.gaps_left_out)):
+    for _, some in groupby(rows, key=settings_of):
         yield list(some)
 
 
@@ -140,6 +148,7 @@ def figures(said: Sequence[Said], full: Sequence[Said], cases: Sequence[Case]) -
     one, two = right(said, cases, 1), right(said, cases, 2)
     return {
         "moved_tokens": round(float(np.mean([one.moved for one in said])), 1),
+        "own_pass_tokens": round(float(np.mean([one.passed for one in said])), 1),
         "whole_answer_equal": _spread(same == 1, 100),
         "equal_until_first_difference": _spread(same),
         "perplexity": float(np.exp(np.mean([np.mean(said[n].losses) for n in texts]))),

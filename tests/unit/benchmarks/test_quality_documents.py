@@ -97,9 +97,9 @@ def test_documents_are_stored_behind_other_texts_or_alone() -> None:
 def test_rows_with_equal_settings_share_an_engine() -> None:
     found = list(documents.engines(documents.ROWS))
     assert [row for some in found for row in some] == list(documents.ROWS)
-    assert len({(some[0].recompute, some[0].gaps_left_out) for some in found}) == len(found)
     for some in found:
-        assert len({(row.recompute, row.gaps_left_out) for row in some}) == 1
+        assert len(set(map(documents.settings_of, some))) == 1
+    assert len({documents.settings_of(some[0]) for some in found}) == len(found)
 
 
 def test_figures_of_a_row() -> None:
@@ -109,11 +109,10 @@ def test_figures_of_a_row() -> None:
     cases = [text, text, asked]
 
     def said(losses: float, ranks: list[int], greedy: list[list[int]]) -> list[Said]:
-        forced = [Said([1, 2], [losses, 0.5], [1, 1], 7, 7) for _ in range(2)]
-        answers = Said(
-            asked.forced, [0.0] * 9, [9, 9, ranks[0], 9, 9, ranks[1], 9, 9, ranks[2]], 7, 7
-        )
-        return [*forced, answers, *(Said(one, [], [], 7, 7) for one in greedy)]
+        forced = [Said([1, 2], [losses, 0.5], [1, 1], 7, 7, 7) for _ in range(2)]
+        heard = [9, 9, ranks[0], 9, 9, ranks[1], 9, 9, ranks[2]]
+        answers = Said(asked.forced, [0.0] * 9, heard, 7, 7, 7)
+        return [*forced, answers, *(Said(one, [], [], 7, 7, 7) for one in greedy)]
 
     full = said(0.5, [1, 1, 1], [[1, 2, 3, 4], [1, 2, 3, 4]])
     row = said(0.7, [1, 2, 1], [[1, 2, 3, 4], [1, 2, 9, 4]])
