@@ -146,7 +146,7 @@ def main() -> None:
     if args.command == "train" or (trains_first and not is_there):
         texts = args.text or data.default_texts()
         if args.two_hops:
-            shape, recipe = Shape(layers=4), Recipe(seed=args.seed, two_hops=True, rate=1e-3)
+            shape, recipe = Shape(layers=4), Recipe(seed=args.seed, two_hops=True)
         else:
             shape, recipe = Shape(), Recipe(seed=args.seed)
         run_training(texts, args.minutes, args.model, shape, recipe)

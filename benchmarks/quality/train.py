@@ -37,8 +37,9 @@ TEXT_GROWTH = ((0.0, 4), (0.35, 2), (0.65, 1))
 LESSON_GROWTH = ((0.0, 32), (1 / 6, 16), (2 / 6, 8), (3 / 6, 4), (4 / 6, 2), (5 / 6, 1))
 # The same for lessons of two hops.
 HOP_GROWTH = ((0.0, 16), (0.2, 8), (0.4, 4), (0.6, 2), (0.8, 1))
-TEXT_FROM = 0.2
-"""The level of two hops at which text begins: beside text they are not learned in the time."""
+HOPS_FROM, HOP_LEVEL, TEXT_FROM = 0.3, 0.4, 0.45
+"""Two hops begin at this level of one, with their own first level; and text begins at this one of
+theirs. All at once they are not learned in the time."""
 LENGTH_MIN = 16
 LEVEL_STEP = 0.01
 LEVEL_UP_ABOVE = 0.9  # share of answers that are right, smoothed
@@ -56,7 +57,7 @@ class Recipe:
     warmup: float = 0.02  # of the budget
     decay: float = 0.1
     lessons: float = 0.5  # of each batch's sequences
-    two_hops: bool = False  # lessons are those of two_hop.py
+    two_hops: bool = False  # there are lessons of two_hop.py, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,19 @@ class Progress:
     seconds: float = 0.0
     level: float = 0.0
     right: float = 0.0  # share of answers, smoothed
+    hop_level: float = HOP_LEVEL
+    hop_right: float = 0.0
     tokens: int = 0
+
+    def answered(self, right: float, *, two_hops: bool) -> None:
+        """A step had this share of right answers."""
+        if two_hops:
+            self.hop_right += (1 - SMOOTHING) * (right - self.hop_right)
+            self.hop_level += LEVEL_STEP * (self.hop_right > LEVEL_UP_ABOVE)
+        else:
+            self.right += (1 - SMOOTHING) * (right - self.right)
+            self.level += LEVEL_STEP * (self.right > LEVEL_UP_ABOVE)
+        self.level, self.hop_level = min(1.0, self.level), min(1.0, self.hop_level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +109,10 @@ class Part:
 def make_batch(
     corpus: Corpus, recipe: Recipe, shape: Shape, progress: Progress, used: float
 ) -> tuple[Part, ...]:
-    """The texts, if it is time for any, and the lessons of a step."""
+    """What a step has of texts, of lessons of one hop, and of two."""
     rng = np.random.default_rng((recipe.seed, progress.step))
-    length, count = _size(shape, TEXT_GROWTH, used, recipe.step_tokens * (1 - recipe.lessons))
+    tokens = recipe.step_tokens * (1 - recipe.lessons)
+    length, count = _size(shape, TEXT_GROWTH, used, tokens)
     first = progress.step * count
     texts = np.stack([take(corpus.train, first + n, length + 1) for n in range(count)])
     plain = Part(
@@ -106,11 +120,30 @@ def make_batch(
         torch.zeros(count, length, dtype=torch.bool),
         torch.ones(count, length, dtype=torch.bool),
     )
-    level = progress.level
-    growth = HOP_GROWTH if recipe.two_hops else LESSON_GROWTH
-    length, count = _size(shape, growth, level, recipe.step_tokens * recipe.lessons)
+    tokens = recipe.step_tokens * recipe.lessons
+    if not recipe.two_hops:
+        return plain, _lessons(corpus, shape, progress, tokens, rng)
+    parts = [_lessons(corpus, shape, progress, tokens / 2, rng)]
+    if progress.level >= HOPS_FROM:
+        parts.append(_lessons(corpus, shape, progress, tokens, rng, two_hops=True))
+    if progress.hop_level >= TEXT_FROM:
+        parts.append(plain)
+    return tuple(parts)
+
+
+def _lessons(
+    corpus: Corpus,
+    shape: Shape,
+    progress: Progress,
+    tokens: float,
+    rng: np.random.Generator,
+    *,
+    two_hops: bool = False,
+) -> Part:
+    level = progress.hop_level if two_hops else progress.level
+    length, count = _size(shape, HOP_GROWTH if two_hops else LESSON_GROWTH, level, tokens)
     first = progress.step * count
-    make = two_hop_lesson if recipe.two_hops else lesson
+    make = two_hop_lesson if two_hops else lesson
     lessons = [
         make(
             rng,
@@ -123,14 +156,13 @@ def make_batch(
     ]
     answers = np.stack([one.answers[:-1] for one in lessons])
     noise = np.stack([one.noise[:-1] for one in lessons])
-    tokens = torch.from_numpy(np.stack([one.tokens for one in lessons]))
     bound = [one.bound[:-1] for one in lessons if isinstance(one, HopLesson)]
-    if not bound:
-        return plain, Part(tokens, *map(torch.from_numpy, (answers, ~(answers | noise))))
-    has_text = level >= TEXT_FROM
-    is_text = ~(answers | noise) if has_text else np.zeros_like(answers)
-    arrays = map(torch.from_numpy, (answers, is_text, np.stack(bound)))
-    return (*([plain] if has_text else []), Part(tokens, *arrays))
+    return Part(
+        torch.from_numpy(np.stack([one.tokens for one in lessons])),
+        torch.from_numpy(answers),
+        torch.from_numpy(~(answers | noise)),
+        torch.from_numpy(np.stack(bound)) if bound else None,
+    )
 
 
 def _size(
@@ -168,11 +200,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(recipe, used)
         self.optimizer.zero_grad()
-        # Each part has its share of two means: over all text, and over all answers.
+        # Each part has its share of the mean over all text, and a mean over its own answers.
         num_text = max(1, sum(int(part.text.sum()) for part in parts))
-        num_answers = max(1, sum(int(part.answers.sum()) for part in parts))
-        text = answers = 0.0
-        right = 0
+        has_text = not recipe.two_hops or progress.hop_level >= TEXT_FROM
+        text = answers = right = 0.0
         for part in parts:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.lower):
                 states = self.model.states(part.tokens[:, :-1])
@@ -182,21 +213,21 @@ class Trainer:
             losses = functional.cross_entropy(
                 logits.float().flatten(0, 1), targets.flatten(), reduction="none"
             ).view_as(targets)
-            text_loss = losses[part.text].sum() / num_text
-            answers_loss = losses[part.answers].sum() / num_answers
+            num_answers = int(part.answers.sum())
+            text_loss = losses[part.text].sum() / num_text * has_text
+            answers_loss = losses[part.answers].sum() / max(1, num_answers)
             (text_loss + answers_loss + early).backward()
             text += float(text_loss.detach())
             answers += float(answers_loss.detach())
-            said = logits.detach()[part.answers].argmax(-1)
-            right += int((said == targets[part.answers]).sum())
+            if num_answers:
+                said = logits.detach()[part.answers].argmax(-1)
+                right = float((said == targets[part.answers]).float().mean())
+                progress.answered(right, two_hops=part.bound is not None)
             progress.tokens += targets.numel()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
         self.optimizer.step()
-        progress.right += (1 - SMOOTHING) * (right / num_answers - progress.right)
-        if progress.right > LEVEL_UP_ABOVE:
-            progress.level = min(1.0, progress.level + LEVEL_STEP)
         progress.step += 1
-        return {"text": text, "answers": answers, "right": right / num_answers}
+        return {"text": text, "answers": answers, "right": right}
 
     def _early(self, states: list[torch.Tensor], part: Part) -> torch.Tensor:
         """The loss of what the last layer but one should know of aliases, in nats."""
@@ -272,6 +303,7 @@ def _shown(progress: Progress, losses: dict[str, float]) -> dict[str, Any]:
         "text": f"{losses['text']:.3f}",
         "right": f"{losses['right']:.0%}",
         "level": f"{progress.level:.2f}",
+        "hops": f"{progress.hop_right:.0%} {progress.hop_level:.2f}",
     }
 
 
