@@ -25,7 +25,7 @@ from benchmarks.quality.initial import initialize
 from benchmarks.quality.model import Llama, Shape
 from benchmarks.quality.recall import lesson
 from benchmarks.quality.tokenizer import Alphabet
-from benchmarks.quality.two_hop import LOOK_BACK, NONE, HopLesson
+from benchmarks.quality.two_hop import FIRST_HOP, NONE, HopLesson
 from benchmarks.quality.two_hop import lesson as two_hop_lesson
 
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -183,7 +183,7 @@ class Trainer:
     def __init__(self, shape: Shape, corpus: Corpus, recipe: Recipe, *, lower: bool) -> None:
         self.shape, self.corpus, self.recipe, self.lower = shape, corpus, recipe, lower
         self.model = Llama(shape)
-        initialize(self.model, recipe.seed, LOOK_BACK if recipe.two_hops else (0,))
+        initialize(self.model, recipe.seed)
         self.progress = Progress()
         matrices = [w for w in self.model.parameters() if w.dim() == 2]
         vectors = [w for w in self.model.parameters() if w.dim() != 2]
@@ -230,11 +230,11 @@ class Trainer:
         return {"text": text, "answers": answers, "right": right}
 
     def _early(self, states: list[torch.Tensor], part: Part) -> torch.Tensor:
-        """The loss of what the last layer but one should know of aliases, in nats."""
+        """The loss of the first of two hops, in the layer that should have taken it, in nats."""
         if part.bound is None:
             return torch.zeros(())
         is_bound = part.bound != NONE
-        logits = self.model.lm_head(states[-2][is_bound])
+        logits = self.model.lm_head(states[FIRST_HOP][is_bound])
         return functional.cross_entropy(logits.float(), part.bound[is_bound])
 
     def save(self, path: Path) -> None:

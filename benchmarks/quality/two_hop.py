@@ -6,10 +6,10 @@
 Pairs and questions are as in recall.py, where each is one hop. An alias is a key that has no value
 of its own: the token before it is the key that it stands for, which was paired before.
 
-A reader may find out what an alias means where it reads it, or only when it is asked. Reuse hurts
-the first: KV of a document with the alias has not seen the document with the pair. So models are
-trained for it: where a key is given an alias, the layers up to an early one must foretell the
-value (Lesson.bound). A model that is asked too late to find out is what a document may hurt.
+Asked for an alias, a model first finds the key, and with it the value. That is learned in minutes
+only if the first hop is asked for, too: behind an early layer the key must be foretold
+(HopLesson.bound). What an alias means can as well be found out where a document is read, and its KV
+then hangs on what stood before it. Such models were tried, and not learned in the time.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ CHAINS_MAX = 28
 CHAIN = 10  # tokens: a pair, an alias, a question for each
 GAP_MAX = 16  # tokens of text between two statements
 NONE = -1
-LOOK_BACK = (0, 2)
-"""Layers that begin by looking at the token before: an alias looks back at a key that has found its
-value, which has looked back at it (initial.py)."""
+FIRST_HOP = 1
+"""The layer, from 0, behind which the key of an asked alias should be known."""
 
 
 @dataclass(frozen=True, slots=True)
 class HopLesson:
-    """As recall.Lesson; and bound: [length] the value that an alias, or a key that gets one,
-    means; elsewhere NONE."""
+    """As recall.Lesson; and bound: [length] the key of an alias that is asked for; elsewhere NONE."""
 
     tokens: Ids
     answers: Ids
@@ -84,8 +82,6 @@ def lesson(rng: np.random.Generator, text: Ids, alphabet: Alphabet, level: float
         is_alias = which in seen
         seen.add(which)
         tokens[at : at + 2] = chains.alias(which) if is_alias else chains.pair(which)
-        if is_alias:
-            bound[at : at + 2] = chains.values[which]
         is_text[at : at + 2] = False
         noise[max(at - 1, 0) : at + 2] = True
         at += 2 + int(rng.integers(0, gap_max + 1))
@@ -97,6 +93,8 @@ def lesson(rng: np.random.Generator, text: Ids, alphabet: Alphabet, level: float
         is_text[at : at + QUESTION] = False
         noise[max(at - 1, 0) : at + QUESTION] = True
         noise[at + 1], answers[at + 1] = False, True
+        if n >= count:
+            bound[at + 1] = chains.keys[n % count]
         at += QUESTION
     tokens[is_text] = text[: is_text.sum()]
     return HopLesson(tokens, answers, noise, bound)
