@@ -44,7 +44,7 @@ from benchmarks.quality.train import (
 MINUTES, MINUTES_TWO_HOPS = 12.0, 24.0
 MODEL = data.ROOT / ".cache" / "quality"
 MODEL_TWO_HOPS = MODEL.with_name("quality_documents")
-TEXTS, CHAINS = 240, 48
+TEXTS, CHAINS = 208, 40
 RESULTS = data.ROOT / "results"
 SERVED_DOCUMENTS = 24
 STORED = {"bfloat16": torch.bfloat16, "float32": None}

@@ -26,7 +26,7 @@ from benchmarks.quality.document_cases import ANSWER, DOCUMENTS, LENGTH, Case
 from benchmarks.quality.served import BESIDE, MOVED
 
 REPORT = {"attnstore": {"report": True}}
-AT_ONCE = 12
+AT_ONCE = 16
 """Cases whose documents are stored, then asked for: all fits into DRAM."""
 SETTLE_S, PAUSE_S = 60.0, 0.01
 BLOCK = 128
@@ -86,7 +86,7 @@ def start(model: Path, window: int, store: Path, row: Row) -> Any:
         kv_connector_extra_config=settings,
     )  # fmt: skip
     return LLM(
-        str(model), dtype="float32", max_model_len=window, enforce_eager=True, max_num_seqs=8,
+        str(model), dtype="float32", max_model_len=window, enforce_eager=True, max_num_seqs=AT_ONCE,
         num_gpu_blocks_override=256, kv_transfer_config=transfer, async_scheduling=False,
         gpu_memory_utilization=0.2,
         logits_processors=[_forcing()],

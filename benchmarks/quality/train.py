@@ -111,8 +111,9 @@ def make_batch(
 ) -> tuple[Part, ...]:
     """What a step has of texts, of lessons of one hop, and of two."""
     rng = np.random.default_rng((recipe.seed, progress.step))
-    tokens = recipe.step_tokens * (1 - recipe.lessons)
-    length, count = _size(shape, TEXT_GROWTH, used, tokens)
+    is_learned = recipe.two_hops and progress.hop_level == 1
+    lessons = recipe.lessons / 4 if is_learned else recipe.lessons
+    length, count = _size(shape, TEXT_GROWTH, used, recipe.step_tokens * (1 - lessons))
     first = progress.step * count
     texts = np.stack([take(corpus.train, first + n, length + 1) for n in range(count)])
     plain = Part(
@@ -120,7 +121,7 @@ def make_batch(
         torch.zeros(count, length, dtype=torch.bool),
         torch.ones(count, length, dtype=torch.bool),
     )
-    tokens = recipe.step_tokens * recipe.lessons
+    tokens = recipe.step_tokens * lessons
     if not recipe.two_hops:
         return plain, _lessons(corpus, shape, progress, tokens, rng)
     parts = [_lessons(corpus, shape, progress, tokens / 2, rng)]

@@ -32,7 +32,7 @@ FIRST_HOP = 1
 
 @dataclass(frozen=True, slots=True)
 class HopLesson:
-    """As recall.Lesson; and bound: [length] the key of an alias that is asked for; elsewhere NONE."""
+    """As recall.Lesson; and bound: [length] the key of an asked alias; elsewhere NONE."""
 
     tokens: Ids
     answers: Ids
