@@ -43,13 +43,21 @@ SYSTEMS: Final = {
     "example": "#5f8fa3",
 }
 """Lines and bars of systems and policies."""
-SYSTEMS_AS: Final = {"recompute": "re", "attnstore-lru": "lru", "attnstore-fifo": "fifo"}
-"""Names of the same under another command."""
+SYSTEMS_AS: Final = {
+    "recompute": "re",
+    "attnstore-lru": "lru",
+    "attnstore-fifo": "fifo",
+    "moved": OURS,
+    "old positions": "fifo",
+}
+"""Names of the same under another command; and two ways of reuse, which no picture has beside
+policies."""
 PAPER: Final = "paper"
 NAMES: Final = {
     OURS: "AttnStore",
     "vllm": "vLLM's own cache",
     "re": "no cache",
+    "recompute": "no store",
     "bound": "HBM for everything",
     "infinite": "unlimited cache",
     "belady": "Belady (sees the future)",
@@ -65,6 +73,8 @@ NAMES: Final = {
     "w-tinylfu": "W-TinyLFU",
     "lecar": "LeCaR",
     "second-use": "second use",
+    "moved": "moved KV",
+    "old positions": "KV at old positions",
     PAPER: "the paper's",
 }
 """What a reader is told a system is. Others are called as their command calls them."""
@@ -128,7 +138,7 @@ def colors(systems: Any) -> dict[str, str]:
 
 def name(system: str) -> str:
     """What a reader is told it is."""
-    return NAMES.get(SYSTEMS_AS.get(system, system), system)
+    return NAMES.get(system) or NAMES.get(SYSTEMS_AS.get(system, system), system)
 
 
 def figure(

@@ -17,16 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from attnstore_lab import palette
 from attnstore_lab.bench.environment import machine
 from benchmarks.data import is_papers
-from benchmarks.experiments.picture import plot, says_something
+from benchmarks.experiments.picture import plot, says_something, title
 from benchmarks.experiments.spec import Experiment, Goal, Metric, read_all
 from tools.wrap_pages import wrapped
 
 __all__ = ["ending", "machine", "main", "render"]
 
 ROOT: Final = Path(__file__).parent.parent
-PAPER: Final = "paper"
 BOUNDS: Final = ("bound", "belady", "infinite")
 OURS: Final = ("attnstore",)
 MARKS: Final = {
@@ -40,7 +40,8 @@ HEAD: Final = """\
 
 The questions of CachedAttention's evaluation (USENIX ATC'24), asked of this store. Written by
 `python -m benchmarks.report` from `results/experiments/`; each section names its command.
-*paper*: as printed there, on its machines. **Bold**: a goal that was missed; why, below the table.
+*the paper's*: as printed there, on its machines. **Bold**: a goal that was missed; why, below the
+table.
 """
 
 
@@ -92,7 +93,7 @@ def _section(
     if experiment.notes:
         yield f"\n{experiment.notes.strip()}"
     if says_something(experiment, result):
-        yield f"\n![{experiment.question}]({pictures}/{experiment.name}.svg)"
+        yield f"\n![{title(experiment, result)}]({pictures}/{experiment.name}.svg)"
     yield ""
 
 
@@ -152,7 +153,8 @@ def _about(result: Mapping[str, Any]) -> str:
 def _table(
     metric: Metric, by_point: Mapping[str, Mapping[str, float | Sequence[float] | None]]
 ) -> Iterator[str]:
-    """Rows are points, columns the paper, bounds, others and ours, in this order."""
+    """Rows are points, columns the paper, bounds, others and ours, in this order, with the names
+    that pictures have."""
     found = [name for values in by_point.values() for name in values]
     names = [
         n for n in dict.fromkeys(found) if any(v.get(n) is not None for v in by_point.values())
@@ -160,11 +162,11 @@ def _table(
     bounds = [name for name in BOUNDS if name in names]
     ours = [name for name in names if name.startswith(OURS)]
     others = [name for name in names if name not in (*bounds, *ours)]
-    columns = [*([PAPER] if metric.paper else []), *bounds, *others, *ours]
+    columns = [*([palette.PAPER] if metric.paper else []), *bounds, *others, *ours]
     unit = f", {metric.unit}" if metric.unit else ""
     goal = metric.goal
-    said = f" (goal for {goal.system}: {goal.words(metric.unit)})" if goal else ""
-    yield f"| {metric.words}{unit}{said} | {' | '.join(columns)} |"
+    said = f" (goal for {palette.name(goal.system)}: {goal.words(metric.unit)})" if goal else ""
+    yield f"| {metric.words}{unit}{said} | {' | '.join(map(palette.name, columns))} |"
     yield "|---" * (len(columns) + 1) + "|"
     is_missed = False
     for label, values in by_point.items():

@@ -24,6 +24,8 @@ FIRST_SCREEN = 27
 FIRST = ("README.md", "index.md", "getting-started-cpu.md", "gpu.md")
 """What a stranger reads first: here sentences are shorter still."""
 LINES_MAX, LINE_MAX, NUMBERS_MAX, WORDS_MAX = 120, 120, 40, 120
+REASON_MAX = 120
+"""Letters of a line on the page, where links show their words alone."""
 SENTENCE_MAX, SENTENCE_MAX_FIRST, PARAGRAPH_MAX = 30, 25, 80
 DESIGN_LINES_MAX = 250
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -61,8 +63,10 @@ def test_the_first_screen_has_what_a_stranger_asks() -> None:
     assert sum(line.startswith("![") for line in lines) == 1
     fences = [number for number, line in enumerate(lines) if line.startswith("```")]
     assert len(fences) == 2 and fences[1] - fences[0] == 4, "three commands"
-    reasons = [line for line in lines if line.startswith("- **")]
-    assert len(reasons) == 4 and all(len(sentences(line)) <= 2 for line in reasons)
+    items = re.split(r"\n(?=- |\n)", "\n".join(lines))
+    reasons = [visible(item) for item in items if item.startswith("- **")]
+    assert len(reasons) == 4 and all(len(sentences(reason)) == 1 for reason in reasons)
+    assert max(len(reason) for reason in reasons) <= REASON_MAX, "a line each"
     assert sum(line.count("](") for line in lines if not line.startswith("![")) >= 4
 
 

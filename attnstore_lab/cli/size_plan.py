@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from attnstore_vllm.config.values import SIZE_MIN, format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.model_shape import KvShape
-from attnstore_vllm.transfer.geometry import groups_text
+from attnstore_vllm.transfer.geometry import Geometry, groups_text
 
 SPLITS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Shares of the budget that are spent on DRAM."""
@@ -35,6 +35,10 @@ HALVINGS_MAX = 8
 """The most of one tier: each costs a simulation."""
 CHUNKS_MIN = 16
 """The fewest that a tier is tried with."""
+EMPTY, FULL = 0.5, 0.9
+"""Shares of a slot that a chunk has: with less it is worth a warning, more is as good as all."""
+CHUNK_GROWTH_MAX = 64
+"""Times the chunk: no larger one is recommended."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +81,19 @@ class Conversation:
     shape: KvShape
     num_tokens: int
 
+    def fuller_chunk_tokens(self) -> int | None:
+        """The least multiple of the chunk by a power of two that fills its slot, where this one
+        leaves most of it empty; None where no chunk is better."""
+        geometry = self.shape.geometry
+        if _filled(geometry) >= EMPTY:
+            return None
+        tokens = geometry.chunk_tokens
+        while tokens < CHUNK_GROWTH_MAX * geometry.chunk_tokens:
+            tokens *= 2
+            if _filled(replace(geometry, chunk_tokens=tokens)) >= FULL:
+                return tokens
+        return None
+
     def as_json(self) -> dict[str, Any]:
         shape, geometry = self.shape, self.shape.geometry
         return {
@@ -91,6 +108,11 @@ class Conversation:
             "conversation_records": shape.records(self.num_tokens),
             "conversation_bytes": shape.conversation_bytes(self.num_tokens),
         }
+
+
+def _filled(geometry: Geometry) -> float:
+    """The share of a slot that a chunk of the spine has."""
+    return geometry.chunk_tokens // geometry.block_tokens / geometry.blocks_per_chunk
 
 
 def conversation_of(shape: KvShape, trace: Trace) -> Conversation:
@@ -215,6 +237,14 @@ def show_model(model: Conversation) -> None:
         f"{format_size(told['conversation_bytes'])} ({records}), at most twice the sections and "
         "states\n"
     )
+    fuller = model.fuller_chunk_tokens()
+    if fuller is not None:
+        geometry = model.shape.geometry
+        blocks = geometry.chunk_tokens // geometry.block_tokens
+        print(
+            f"warning: a chunk of {geometry.chunk_tokens} tokens fills {blocks} of the "
+            f"{geometry.blocks_per_chunk} blocks of its record; set chunk_tokens: {fuller}\n"
+        )
 
 
 def show(trace: Trace, options: Sequence[Option]) -> None:

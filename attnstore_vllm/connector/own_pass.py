@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
@@ -74,7 +74,8 @@ def make_own_pass(
         parts = max(first.shape[:2]) // kv_cache_config.num_blocks
         spec = replace(of_vllm, block_size=of_vllm.block_size // parts)
         builder = layers[names[0]].get_attn_backend().get_builder_cls()
-        made = builder(spec, names, config, first.device)
+        with set_current_vllm_config(config):  # some builders ask for it
+            made = builder(spec, names, config, first.device)
         groups.append(PassGroup(spec, tuple(names), parts, made))
     limits = config.scheduler_config
     return OwnPass(

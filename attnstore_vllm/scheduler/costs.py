@@ -310,6 +310,8 @@ class StepTimes:
         self.num_running = len(output.num_scheduled_tokens)
         if not (output.total_num_scheduled_tokens or passes):
             return number
+        if any(one.selection is not None for one in passes):
+            return number  # which tokens it computes, and of how many layers, is not known here
         prompts, num_generating = [(r.start, r.stop) for p in passes for r in p.runs], 0
         cached = output.scheduled_cached_reqs
         starts = zip(cached.req_ids, cached.num_computed_tokens, strict=True)

@@ -42,29 +42,38 @@ def plot(experiment: Experiment, result: dict[str, Any], path: Path) -> None:
     """Draw `result`, of results/experiments/NAME.json. A system has one colour in all of them."""
     metric = experiment.pictured
     by_point = result["values"][metric.name]
-    title = "\n".join(textwrap.wrap(_message(experiment, by_point), TITLE_LETTERS))
+    heading = _in_lines(title(experiment, result))
     said = _said(metric, result)
     points = list(by_point)
     grouped = [GROUPED.fullmatch(point) for point in points]
     if len(points) > 1 and all(grouped):
         parts = [found.groups() for found in grouped if found]
-        figure = _small_multiples(_values(metric, by_point), parts, title, said)
+        figure = _small_multiples(_values(metric, by_point), parts, heading, said)
     elif len(points) > 1 and all(re.fullmatch(r"[\d.]+", point) for point in points):
         at = [float(point) for point in points]
-        figure = _lines(_values(metric, by_point), at, title, said)
+        figure = _lines(_values(metric, by_point), at, heading, said)
         figure.axes[0].set_xlabel("\n".join(textwrap.wrap(experiment.varied, LETTERS)))
     else:
-        figure = _bars(metric, by_point, title, said)
+        figure = _bars(metric, by_point, heading, said)
     palette.save(figure, path)
 
 
-def _message(experiment: Experiment, by_point: Mapping[str, Mapping[str, Any]]) -> str:
-    """What is seen, or what was asked: a quick run may lack a system that the message names."""
-    first = {name: _middle(value) for name, value in next(iter(by_point.values())).items()}
-    try:
-        return experiment.message.format_map(first) or experiment.question
-    except (KeyError, TypeError):
-        return experiment.question
+def title(experiment: Experiment, result: Mapping[str, Any]) -> str:
+    """What is seen; or the question, where there is no message or the result does not bear it."""
+    metric = experiment.pictured
+    by_point = result["values"][metric.name]
+    series = {
+        name: {label: v for label, v in zip(by_point, all_, strict=True) if v is not None}
+        for name, all_ in _values(metric, by_point).items()
+    }
+    said = experiment.message.title(series) if experiment.message else None
+    return said or experiment.question
+
+
+def _in_lines(words: str) -> str:
+    """Of a like length, so that no single word stands below the others."""
+    lines = textwrap.wrap(words, TITLE_LETTERS)
+    return "\n".join(textwrap.wrap(words, min(TITLE_LETTERS, len(words) // len(lines) + 10)))
 
 
 def _said(metric: Metric, result: Mapping[str, Any]) -> str:

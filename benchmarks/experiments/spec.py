@@ -15,6 +15,7 @@
     metrics:
       found: {words: history found, unit: "%", paper: {LLaMA-13B: 86}}
     picture: found                # the metric that is drawn; the first, if left out
+    message: {says: "{attnstore:.0f} % is found", holds: [attnstore > lru]}    # message.py
     before: above the tables
     notes: below them
 
@@ -36,6 +37,8 @@ from typing import Any, Final, Literal
 import yaml
 
 from attnstore_vllm.errors import AttnStoreError
+from benchmarks.experiments import message
+from benchmarks.experiments.message import Message
 
 FOLDER: Final = Path(__file__).parent
 Kind = Literal["simulate", "serve", "script"]
@@ -90,8 +93,7 @@ class Experiment:
 
     Args:
         picture: the metric that is drawn, if not the first.
-        message: the picture's title, with figures of its first point by system, as in
-            `{attnstore:.0f} ms`; else it is the question.
+        message: the picture's title; without one it is the question.
     """
 
     name: str
@@ -105,7 +107,7 @@ class Experiment:
     before: str = ""
     notes: str = ""
     picture: str = ""
-    message: str = ""
+    message: Message | None = None
 
     @property
     def pictured(self) -> Metric:
@@ -180,8 +182,15 @@ def parse(name: str, given: Any) -> Experiment:
         given.get("before", ""),
         given.get("notes", ""),
         given.get("picture", ""),
-        given.get("message", ""),
+        _message(name, given),
     )
+
+
+def _message(name: str, given: Mapping[str, Any]) -> Message | None:
+    try:
+        return message.parse(given["message"]) if "message" in given else None
+    except message.MessageError as error:
+        raise SpecError(f"{name}: {error}") from error
 
 
 def _metric(name: str, key: str, given: Any, points: Mapping[str, Any]) -> Metric:

@@ -13,8 +13,8 @@ from attnstore_lab import palette
 
 METHODS: Final = {
     "TT": ("computed again (TT)", palette.INK),
-    "CA": ("KV is moved (CA)", palette.color(palette.OURS)),
-    "NKVT": ("KV stays at old positions (NKVT)", palette.color("fifo")),
+    "CA": ("KV is moved (CA)", palette.color("moved")),
+    "NKVT": ("KV stays at old positions (NKVT)", palette.color("old positions")),
 }
 
 

@@ -125,6 +125,20 @@ def blocks_not_hidden(engine: Any) -> Undo:
     return _replace(approximate, "hide_blocks", lambda *_: None)
 
 
+def documents_lineage_left_out(engine: Any) -> Undo:
+    """KV behind documents that were moved has the names of exact KV, in DRAM and on NVMe."""
+    from attnstore_vllm.scheduler import request
+
+    return _replace(request, "documents_root", lambda root, moved, rule: root)
+
+
+def moved_blocks_not_hidden(engine: Any) -> Undo:
+    """Moved KV has the names of exact KV in vLLM's own prefix cache."""
+    from attnstore_vllm.scheduler import truncation
+
+    return _replace(truncation, "hide_blocks", lambda *_: None)
+
+
 def _one_more_computed(request: Any) -> tuple[str, Any]:
     return "num_computed_tokens", request.num_computed_tokens + 1
 
@@ -319,7 +333,8 @@ def rank_0_only(worker: Any) -> Undo:
 
 ON_THE_SCHEDULER_SIDE = (
     swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
-    lineage_left_out, blocks_not_hidden, nobody_bypasses, offers_kept, last_token_offered,
+    lineage_left_out, blocks_not_hidden, documents_lineage_left_out, moved_blocks_not_hidden,
+    nobody_bypasses, offers_kept, last_token_offered,
     reset_without_effect,
     *WITHOUT_GROUPS.values(),
 )  # fmt: skip

@@ -48,6 +48,7 @@ PLAYING: dict[str, Any] = {
         "scheduling_policy": "priority",
     },
 }  # fmt: skip
+DOCUMENTS: dict[str, Any] = {"truncation": {"share": "everyone", "documents": True}}
 DRAFTS = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -398,7 +399,7 @@ def soak(directory: Path, models: Path, options: argparse.Namespace) -> tuple[Ve
         # vLLM drafts for greedy and drawn requests alike.
         playing["vllm"] = {**playing["vllm"], "speculative_config": DRAFTS}
     if options.documents:
-        playing["settings"] = {"truncation": {"share": "everyone", "documents": True}}
+        playing["settings"] = DOCUMENTS
     deadline_s = 60.0 + 20.0 * options.requests
     spec = EngineSpec(store=directory / "store", models=models, **playing)
     with EngineHost(spec, directory / "log", call_deadline_s=deadline_s) as host:

@@ -16,6 +16,7 @@ from tests.vllm.conftest import StartEngine
 SEED = 11
 REQUESTS = 200
 FAULTS = ("wrong slot", "skipped layer")
+OF_DOCUMENTS = ("documents lineage left out", "moved blocks not hidden")
 
 
 @pytest.mark.long
@@ -37,5 +38,24 @@ def test_soak(start_engine: StartEngine, models: Path) -> None:
     assert played.preemptions > 0
     for event in ("evicted_dram", "evicted_nvme", "superseded"):
         assert played.counts[event] > 0, event
+    for fault, play in faulty.items():
+        assert soak.judge(reference, play.jobs, verdict.rounding).wrong, f"{fault} was not seen"
+
+
+@pytest.mark.long
+def test_soak_of_documents(start_engine: StartEngine, models: Path) -> None:
+    """Exact requests go on from those that have documents in an order of their own."""
+    host = start_engine(**{**soak.PLAYING, "settings": soak.DOCUMENTS})
+    played = host.call(soak.play, SEED, REQUESTS, documents=True)
+    faulty = {}
+    for fault in OF_DOCUMENTS:
+        host.call(soak.forget)
+        faulty[fault] = host.call_with_fault(fault, soak.play, SEED, REQUESTS, documents=True)
+    reference = start_engine(**soak.REFERENCE)
+    verdict = soak.judge(reference, played.jobs)
+
+    assert verdict.wrong == []
+    assert played.foreign == []
+    assert played.moved > 5000
     for fault, play in faulty.items():
         assert soak.judge(reference, play.jobs, verdict.rounding).wrong, f"{fault} was not seen"

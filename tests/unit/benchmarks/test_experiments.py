@@ -22,7 +22,7 @@ from benchmarks.compare.command import parser
 from benchmarks.experiments import __main__ as runner
 from benchmarks.experiments import scripted, served, simulated
 from benchmarks.experiments.intervals import interval
-from benchmarks.experiments.picture import plot, says_something
+from benchmarks.experiments.picture import plot, says_something, title
 from benchmarks.experiments.spec import Experiment, Goal, SpecError, parse, read_all
 from benchmarks.sample import SAMPLE
 
@@ -59,6 +59,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("asked", "x", "'asked' is unknown; known are before, message, metrics"),
         ("serve", {}, "one of simulate, serve, script"),
         ("question", "", "question is missing"),
+        ("message", "{attnstore}", "message: {says: ..., holds: [...]} is expected"),
+        ("message", {"says": "x", "holds": ["attnstore ahead"]}, "'attnstore ahead' was found"),
+        ("message", {"says": "x", "holds": ["attnstore < lru.mean"]}, "lru.mean' was found"),
         ("picture", "lost", "picture: 'lost' is none of its metrics"),
         ("simulate/points", [], "simulate.points"),
         ("metrics/found", "x", "metrics.found"),
@@ -408,7 +411,7 @@ def test_names_are_shown_and_checked(capsys: pytest.CaptureFixture[str]) -> None
 def test_report_has_paper_and_us_side_by_side(quick: Path) -> None:
     spec = {"x": parse("x", SPEC), "absent": parse("absent", SPEC)}
     text = report.render(spec, quick, "../r")
-    assert "| what was found, % | paper | attnstore |" in text
+    assert "| what was found, % | the paper's | AttnStore |" in text
     row = next(line for line in text.splitlines() if line.startswith("| large |"))
     assert row.split("|")[2].strip() == "86"
     assert "**simulated**" in text
@@ -453,16 +456,63 @@ def test_bars_that_look_the_same_are_not_drawn(
     assert ("![What?]" in report.render({"x": spec}, tmp_path, "../r")) is is_drawn
 
 
-def test_a_pictures_title_has_the_figures_or_asks(tmp_path: Path) -> None:
-    spec = parse("x", SPEC | {"message": "{attnstore:.0f} % with the store, {lru:.1f} without"})
-    for values, title in (
-        ({"attnstore": 90.4, "lru": [0.5, 0.4, 0.6]}, "90 % with the store, 0.5 without"),
-        ({"attnstore": 90.4}, "What?"),
-        ({"attnstore": 90.4, "lru": None}, "What?"),
-    ):
-        result = {"values": {"found": {"small": values}}, "kind": "simulated", "quick": False}
-        plot(spec, result, tmp_path / "x.svg")
-        assert f">{title}<" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+def titled(path: Path, message: dict[str, Any], *points: dict[str, Any]) -> str:
+    """The title in a picture of these points, called 1, 2, ..."""
+    spec = parse("x", SPEC | {"message": message})
+    values = {str(n): point for n, point in enumerate(points, 1)}
+    result = {"values": {"found": values}, "kind": "simulated", "quick": False}
+    plot(spec, result, path)
+    said = title(spec, result)
+    assert f">{said}<" in path.read_text(encoding="utf-8")
+    return said
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        ([{"attnstore": 0.904, "lru": [0.005, 0.004, 0.006]}], "90 % with the store, 0.5 without"),
+        ([{"attnstore": 0.904}], "What?"),
+        ([{"attnstore": 0.904, "lru": None}], "What?"),
+    ],
+)
+def test_a_pictures_title_has_the_figures_or_asks(
+    points: list[dict[str, Any]], said: str, tmp_path: Path
+) -> None:
+    says = {"says": "{attnstore:.0f} % with the store, {lru:.1f} without"}
+    assert titled(tmp_path / "x.svg", says, *points) == said
+
+
+@pytest.mark.parametrize(
+    ("holds", "is_true"),
+    [
+        ("attnstore > lru", True),
+        ("attnstore >= lru", True),
+        ("lru < attnstore", True),
+        ("attnstore < lru", False),
+        ("attnstore > belady", False),  # at the second point alone
+        ("attnstore <= 60", True),
+        ("attnstore > 50", False),
+        ("attnstore.most > 50", True),
+        ("attnstore.least > lru.most", False),
+        ("attnstore falls", False),
+        ("attnstore rises", True),
+        ("lru rises", False),
+        ("fifo < attnstore", False),  # which was not run
+        ("fifo falls", False),
+    ],
+)
+def test_a_title_whose_claim_does_not_hold_is_the_question(
+    holds: str, is_true: bool, tmp_path: Path
+) -> None:
+    points = (
+        {"attnstore": 0.5, "lru": 0.45, "belady": 0.55},
+        {"attnstore": 0.6, "lru": 0.51, "belady": 0.58},
+        {"attnstore": None, "lru": 0.5, "belady": 0.58},
+    )
+    says = "{attnstore.least:.0f} to {attnstore.most:.0f}, {lru[2]:.0f} there, {lru.least_at} last"
+    message = {"says": says, "holds": [holds]}
+    said = titled(tmp_path / "x.svg", message, *points)
+    assert said == ("50 to 60, 51 there, 1 last" if is_true else "What?")
 
 
 def test_report_marks_goals_that_were_missed(quick: Path) -> None:
@@ -475,7 +525,7 @@ def test_report_marks_goals_that_were_missed(quick: Path) -> None:
         quick,
         "r",
     )
-    assert "(goal for attnstore: at least 150)" in text
+    assert "(goal for AttnStore: at least 150)" in text
     assert "| **" in text
     assert "Missed: why has not been looked into yet." in text
 

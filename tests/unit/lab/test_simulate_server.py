@@ -35,7 +35,7 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import SequenceKeys, root_key
 from attnstore_vllm.model_shape import read_shape, shape_of
 from attnstore_vllm.policy.returns import answered, kind_of
-from tests.unit.test_model_shape import DEEPSEEK_V41
+from tests.unit.test_model_shape import DEEPSEEK_V4_FLASH, DEEPSEEK_V41, GEMMA4_31B
 
 SIZE = 64
 KV = 1000
@@ -487,6 +487,28 @@ def test_plan_says_what_packed_pages_keep(
     out = capsys.readouterr().out
     assert "full: 1.756KiB a token" in out and "window" not in out
     assert "one group; records of 456KiB, for 256 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "chunk_tokens", "warning"),
+    [
+        (DEEPSEEK_V4_FLASH, 256, "256 tokens fills 1 of the 17 blocks of its record"),
+        (DEEPSEEK_V4_FLASH, 2048, "2048 tokens fills 8 of the 17 blocks of its record"),
+        (DEEPSEEK_V4_FLASH, 4096, ""),
+        (GEMMA4_31B, 256, ""),  # whose windows have twice the blocks, of a chunk of any size
+    ],
+)
+def test_plan_warns_of_chunks_that_leave_records_empty(
+    config: dict[str, Any],
+    chunk_tokens: int,
+    warning: str,
+    files: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = shape_of(config, "here", chunk_tokens=chunk_tokens)
+    show_model(conversation_of(shape, read_trace(files[0], Arrivals())))
+    out = capsys.readouterr().out
+    assert "warning" not in out if not warning else f"{warning}; set chunk_tokens: 4096\n" in out
 
 
 def test_a_slow_nvme_is_better_than_none() -> None:

@@ -18,6 +18,8 @@ from matplotlib.text import Text
 
 from attnstore_lab import palette
 from benchmarks import hero
+from benchmarks.experiments.picture import title
+from benchmarks.experiments.spec import read_all
 from benchmarks.pictures import pictures
 
 ROOT = Path(__file__).parents[3]
@@ -132,6 +134,24 @@ def test_every_picture_of_the_repository_is_known() -> None:
     others = [p for end in ("png", "jpg", "gif") for f in ("docs", "results")
               for p in (ROOT / f).rglob(f"*.{end}")]  # fmt: skip
     assert not others, "a picture with a ground of its own"
+
+
+@pytest.mark.parametrize("name", [Path(p).stem for p in MADE if "/experiments/" in p])
+def test_the_title_of_a_picture_is_its_message(name: str) -> None:
+    """Mend the YAML's `message` where a result does not bear it any more."""
+    experiment = read_all()[name]
+    result = json.loads((ROOT / f"results/experiments/{name}.json").read_text(encoding="utf-8"))
+    assert title(experiment, result) != experiment.question
+    assert not title(experiment, result).endswith("?")
+
+
+def test_what_is_reused_looks_the_same_in_all_pictures() -> None:
+    """KV at old positions was orange in one picture and red in another."""
+    drawn = [ROOT / f"results/{name}.svg" for name in ("quality", "experiments/context_overflow")]
+    for path in drawn:
+        svg = path.read_text(encoding="utf-8")
+        used = set(HEX.findall(svg)) & {*palette.SYSTEMS.values(), *palette.OTHERS}
+        assert used == {palette.color("moved"), palette.color("old positions")}, path
 
 
 def texts(svg: str) -> list[str]:
