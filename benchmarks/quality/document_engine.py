@@ -39,7 +39,7 @@ class Row:
     """One way to serve the prompts.
 
     stored: "" computes all; "prompt" loads it in its place; "behind" and "alone" are how the
-    documents were computed. recompute, recompute_by: truncation's. gaps_left_out: the check that
+    documents were computed. recompute, recompute_by: truncation's. fault: of FAULTS, a check that
     can fail.
     """
 
@@ -47,7 +47,7 @@ class Row:
     stored: str = ""
     recompute: float | str = "off"
     recompute_by: str = "first"
-    gaps_left_out: bool = False
+    fault: str = ""
 
     def is_served(self, said: Said) -> bool:
         """Whether as much came from the store as should have."""
@@ -116,6 +116,30 @@ def _forcing() -> Any:
             return force
 
     return Forces
+
+
+def leave_gaps_out() -> None:
+    """In this process no pass of our own computes anything from now on."""
+    from attnstore_vllm.connector.own_pass import OwnPass  # noqa: PLC0415
+
+    OwnPass.compute = lambda *_: None  # type: ignore[method-assign]
+
+
+def leave_keys_as_they_are() -> None:
+    """In this process K that is moved is not turned to its new position from now on."""
+    from attnstore_vllm.transfer import engine  # noqa: PLC0415
+
+    numbers = engine.rotation_numbers
+
+    def unturned(*args: Any) -> dict[str, Any]:
+        found = numbers(*args)
+        return found | {"theta": [0.0] * len(found["theta"])}
+
+    engine.rotation_numbers = unturned
+
+
+FAULTS = {"gaps left out": leave_gaps_out, "K not turned": leave_keys_as_they_are}
+"""Planted: reuse that any measure must see."""
 
 
 class Asker:
@@ -214,10 +238,8 @@ def run(work: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """All rows of one engine; by row's name the answers, cases first, then greedy ones."""
     rows = [Row(**row) for row in work["rows"]]
     cases = [Case(**case) for case in work["cases"]]
-    if any(row.gaps_left_out for row in rows):
-        from attnstore_vllm.connector.own_pass import OwnPass  # noqa: PLC0415
-
-        OwnPass.compute = lambda *_: None  # type: ignore[method-assign]
+    if rows[0].fault:
+        FAULTS[rows[0].fault]()
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as name:
         llm = start(Path(work["model"]), work["window"], Path(name), rows[0])

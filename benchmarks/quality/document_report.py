@@ -47,7 +47,7 @@ def _spread(value: dict[str, float], digits: int) -> str:
 def curve(result: dict[str, Any], stored: str, by: str) -> list[tuple[float, dict[str, Any]]]:
     """(percent computed anew, row) of the rows whose documents were stored so, and whose tokens
     were chosen so."""
-    rows = [r for r in result["rows"] if r["stored"] == stored and not r["gaps_left_out"]]
+    rows = [r for r in result["rows"] if r["stored"] == stored and not r["fault"]]
     shares = [0.0 if row["recompute"] == "off" else 100 * row["recompute"] for row in rows]
     points = [
         (share, row)
@@ -60,7 +60,7 @@ def curve(result: dict[str, Any], stored: str, by: str) -> list[tuple[float, dic
 def draw(result: dict[str, Any], path: Path) -> None:
     """A panel for each measure: documents stored behind other text and alone, and full prefill."""
     (full,) = (row for row in result["rows"] if not row["stored"])
-    (broken,) = (row for row in result["rows"] if row["gaps_left_out"])
+    faults = [row for row in result["rows"] if row["fault"]]
     kinds = {
         "first tokens": (curve(result, "behind", "first"), palette.color(palette.OURS)),
         "selected": (curve(result, "behind", "deviation"), palette.OTHERS[1]),
@@ -83,7 +83,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 label=label,
             )
         axes.axhline(full[name]["value"], color=palette.INK, ls="--", label="full prefill")
-        axes.axhline(broken[name]["value"], color=palette.INK, ls=":", label="gaps left out")
+        for style, row in zip((":", "-."), faults, strict=True):
+            axes.axhline(row[name]["value"], color=palette.INK, ls=style, label=row["name"])
         axes.set_title(words, fontsize="small")
         axes.set_xlabel("computed anew, % of each document")
     panels[0].set(ylabel="%", ylim=(0, 105))
