@@ -52,6 +52,7 @@ ROWS = (
     Row(name="selected 15 %", stored="behind", recompute=0.15, recompute_by="deviation"),
     Row(name="standalone: selected 15 %", stored="alone", recompute=0.15, recompute_by="deviation"),
     Row(name="selected 30 %", stored="behind", recompute=0.3, recompute_by="deviation"),
+    Row(name="standalone: selected 30 %", stored="alone", recompute=0.3, recompute_by="deviation"),
     *(Row(name=fault, stored="behind", fault=fault) for fault in FAULTS),
 )
 """Rows that follow each other with equal settings share an engine."""

@@ -15,7 +15,6 @@ and training stays for most of its budget where the answer is guessed among the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -30,11 +29,8 @@ LOOK_BACK_GAIN = 3.0  # of each pair, in units of the softmax's argument
 
 
 @torch.no_grad()
-def initialize(model: Llama, seed: int, look_back: Sequence[int] = (0,)) -> None:
-    """Set all weights; the same seed gives the same ones.
-
-    look_back: the layers whose first KV head begins by looking at the token before.
-    """
+def initialize(model: Llama, seed: int) -> None:
+    """Set all weights; the same seed gives the same ones."""
     torch.manual_seed(seed)
     depth = math.sqrt(2 * model.shape.layers)
     for name, weight in model.named_parameters():
@@ -45,8 +41,7 @@ def initialize(model: Llama, seed: int, look_back: Sequence[int] = (0,)) -> None
     for layer in model.model.layers:
         _look_for_similar(layer.self_attn)
     model.model.embed_tokens.weight[:, 0] = CONSTANT
-    for number in look_back:
-        _look_back(model.model.layers[number].self_attn)
+    _look_back(model.model.layers[0].self_attn)
 
 
 def _look_for_similar(attention: Attention) -> None:
