@@ -84,6 +84,8 @@ def pooled(outcomes: Sequence[Outcome]) -> Outcome:
         values = [getattr(outcome, field.name) for outcome in outcomes]
         if field.name == "gave_up_at_s":
             whole.gave_up_at_s = min((at for at in values if at is not None), default=None)
+        elif field.name == "sessions":  # each run's are others
+            whole.sessions = dict(enumerate(span for some in values for span in some.values()))
         elif field.name != "policy":
             setattr(whole, field.name, sum(values[1:], start=values[0]))
     return whole

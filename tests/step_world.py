@@ -92,6 +92,7 @@ class StepWorld:
     Args:
         windows: beside the spine there is a group whose layers see the last tokens alone.
         states: beside it there is a recurrent group.
+        layers: of the spine.
         store: options of the store.
         options: of open_scheduler().
     """
@@ -105,6 +106,7 @@ class StepWorld:
         truncates: bool = False,
         windows: bool = False,
         states: bool = False,
+        layers: int = 1,
         store: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -118,9 +120,10 @@ class StepWorld:
         if truncates:
             options["truncation"] = TruncationConfig(enabled=True, shared_by="everyone")
         reach, length = (Reach.STATE, 0) if states else (Reach.WINDOW, CHUNK)
-        groups = (Group(BLOCK, ("l",)), Group(BLOCK, ("w",), 1, reach.value, length))
+        spine = tuple(f"l{number}" for number in range(layers))
+        groups = (Group(BLOCK, spine), Group(BLOCK, ("w",), 1, reach.value, length))
         self.num_groups = 1 + len(needs)
-        geometry = Geometry(1, (64,), groups[: self.num_groups], CHUNK)
+        geometry = Geometry(1, (64,) * layers, groups[: self.num_groups], CHUNK)
         options.setdefault("load_deadline_ms", 200)
         self.side = open_scheduler(self.store, geometry, Names(), **options)
         pool = SimpleNamespace(

@@ -85,5 +85,12 @@ class Counting:
         if job.is_counted:
             seconds = now - job.arrival_time
             self._out.ttft_s.append(seconds)
-            if job.history:
-                self._out.later_ttft_s.append(seconds)
+            of_kind = self._out.later_ttft_s if job.history else self._out.first_ttft_s
+            of_kind.append(seconds)
+
+    def finished(self, job: Job, now: float) -> None:
+        """The request is answered."""
+        session = job.request.session
+        if job.is_counted and session >= 0:
+            begin, _ = self._out.sessions.get(session, (job.arrival_time, now))
+            self._out.sessions[session] = begin, now

@@ -297,6 +297,10 @@ def together(outcomes: Sequence[Outcome]) -> Outcome:
             total.duration_s = max(values)
         elif field.name == "gave_up_at_s":
             total.gave_up_at_s = min((v for v in values if v is not None), default=None)
+        elif field.name == "sessions":  # one may have gone from host to host
+            for session, (begin, end) in (item for value in values for item in value.items()):
+                known = total.sessions.get(session, (begin, end))
+                total.sessions[session] = min(known[0], begin), max(known[1], end)
         elif isinstance(values[0], list | Counter):
             merged = type(values[0])()
             for value in values:

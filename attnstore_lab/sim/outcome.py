@@ -53,6 +53,10 @@ class Outcome:
     ttft_s: list[float] = field(default_factory=list)
     later_ttft_s: list[float] = field(default_factory=list)
     """TTFT of requests that continue a conversation."""
+    sessions: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """When each session's first request came, and its last answer ended, so far."""
+    first_ttft_s: list[float] = field(default_factory=list)
+    """TTFT of requests that begin one."""
     gave_up_at_s: float | None = None
     """When a request had waited for longer than clients do: the run ended there, and its times say
     nothing of a server that serves the load."""
@@ -90,6 +94,12 @@ class Outcome:
     @property
     def stored_history_share(self) -> float:
         return _share(self.stored_history, self.history_tokens)
+
+    @property
+    def session_s(self) -> float:
+        """How long a session takes on the mean, with the times between its turns."""
+        spans = [end - begin for begin, end in self.sessions.values()]
+        return float(np.mean(spans)) if spans else 0.0
 
     def ttft(self, percent: float) -> float:
         return float(np.percentile(self.ttft_s, percent)) if self.ttft_s else 0.0

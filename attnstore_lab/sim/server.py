@@ -225,6 +225,8 @@ class Server:
             is_full = len(self._running) >= machine.max_num_seqs
             if is_full or budget < least:
                 break
+            if not job.is_received and not self._is_admitted(job):
+                continue
             found: int | None = 0
             local, is_ahead = self._hbm.cached_tokens(job), False
             if not job.is_received:
@@ -232,7 +234,7 @@ class Server:
                 found, is_ahead = self._ask(job, local)
             if found is None:
                 continue
-            is_full = not job.is_received and not self._hbm.take(job)
+            is_full = not job.is_received and not self._take(job)
             if is_full:
                 break
             if is_ahead:
@@ -247,6 +249,16 @@ class Server:
         if not step.prompts and step.generating and (is_full or not self._waiting):
             step.num_repeats = self._repeats(step, is_full=is_full)
         return step
+
+    def _is_admitted(self, job: Job) -> bool:
+        """Whether a waiting request is asked about in this step. holding_server.py defers some."""
+        return True
+
+    def _take(self, job: Job) -> bool:
+        return self._hbm.take(job)
+
+    def _give_back(self, job: Job) -> None:
+        self._hbm.give_back(job)
 
     def _num_prompt_tokens(self, job: Job, budget: int) -> int:
         """Tokens of the prompt that the step computes."""
@@ -377,7 +389,8 @@ class Server:
             keeps_blocks, _ = self._scheduler.request_finished(job, tables)
             assert not keeps_blocks, "saves are over when they are begun"
         self._running.remove(job)
-        self._hbm.give_back(job)
+        self._counting.finished(job, self.now)
+        self._give_back(job)
         later = self._later.get(job.request.session)
         if later:
             number, request = later.popleft()

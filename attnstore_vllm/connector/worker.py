@@ -381,12 +381,15 @@ class Worker:
             self._count(Flow.LOAD, self._plan.loads)
 
     def _compute(self, passing: PassPlan) -> None:
-        """Make a pass between a request's documents. Where it fails the request is computed."""
+        """Make a pass between a request's documents. Where it fails the request is computed; but of
+        several ranks the others wait in it, and would take this one's next step for its part."""
         assert self.passes is not None
         self._is_own_pass = True
         try:
             self.passes.compute(passing)
         except _OF_A_MODELS_CODE as error:
+            if self.geometry.num_ranks > 1:
+                raise
             logger.error(
                 "request %s is computed: a pass between its documents failed: %s: %s",
                 passing.request_id,

@@ -264,7 +264,8 @@ def ready_run(
         chunk = piece.chunk
         if piece.group or chunk.dram.state is not State.READY or chunk.dropped:
             break
-        begin = ready[-1].stop if ready and not piece.gap else piece.start
+        begin = ready[-1].stop if ready else piece.start
+        begin = max(begin, piece.start) if piece.gap else begin
         if piece.exact and piece.first is None and piece.start == begin:  # most are
             ready.append(piece)
             ends_anew = False

@@ -308,10 +308,10 @@ class StepTimes:
         number = next(self._numbers)
         loads, self.load_tokens = self.load_tokens, 0
         self.num_running = len(output.num_scheduled_tokens)
-        if not (output.total_num_scheduled_tokens or passes):
+        # Of passes that choose tokens no counts say what they compute, nor in which layers.
+        is_told = all(one.selection is None for one in passes)
+        if not ((output.total_num_scheduled_tokens or passes) and is_told):
             return number
-        if any(one.selection is not None for one in passes):
-            return number  # which tokens it computes, and of how many layers, is not known here
         prompts, num_generating = [(r.start, r.stop) for p in passes for r in p.runs], 0
         cached = output.scheduled_cached_reqs
         starts = zip(cached.req_ids, cached.num_computed_tokens, strict=True)

@@ -184,7 +184,7 @@ class Documents:
         request_id = found.state.request.request_id
         del self._open[request_id]
         if is_late and not found.has_ended:
-            found.state.load_failed = Cause.DEADLINE
+            found.state.load_has_failed(Cause.DEADLINE)
             stats.add("recomputations", Cause.DEADLINE, 1)
         self._plans.load(
             request_id, [], (), num_partial=0, layers_before=self._layers, has_failed=is_late

@@ -320,6 +320,9 @@ class Offers:
         now = rest[0].start if rest else stop  # the others are loaded in parts
         used = pieces_before(spine, now)
         gaps = gaps_of(used, start, now) if has_gaps(used) else []
+        documents, has_passes = documents_of(used), bool(gaps)
+        if documents and self._documents is not None:  # of these some tokens may be chosen
+            has_passes |= self._documents.chosen(sum(map(len, documents))) is not None
         assert gaps or (used and [*used, *rest][-1].stop >= stop), (
             "vLLM takes more than was offered"
         )
@@ -352,11 +355,11 @@ class Offers:
             tuple(moved),
             num_partial=num_partial,
             layers_before=offered.layers_before,
-            has_more=bool(rest or gaps),
+            has_more=bool(rest or has_passes),
         )
-        if gaps:
+        if has_passes:
             assert self._documents is not None
-            first = min(run.start for run in (*gaps, *documents_of(used)))
+            first = min(run.start for run in (*gaps, *documents))
             self._documents.begin(state, plan_id, gaps, tables, range(first, now))
         if self._stages and offered.rest:
             self._stages.offered = None

@@ -288,6 +288,12 @@ class RequestState:
             self.counted.in_hbm = local
         return 0
 
+    def load_has_failed(self, cause: Cause) -> None:
+        """Its last load: what is left is computed."""
+        self.load_failed, self.counted.sources = cause, {}
+        if self.request.num_tokens == self.request.num_prompt_tokens:  # else one before was used
+            self.moved_tokens = self.own_pass_tokens = 0
+
     def begin_anew(self) -> None:
         """It was preempted: it may wait again, and will have other blocks."""
         self.waiting.deadline, self.waiting.is_answered = None, False

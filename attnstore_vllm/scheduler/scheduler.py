@@ -315,14 +315,14 @@ class Scheduler:
             return Cause.RESET_UNCHECKED, True
         if self.store.is_distrusted:
             return Cause.DISTRUSTED, False
-        if state.load_failed is not None:
-            return state.load_failed, False
-        if self._is_left_alone(request):
-            return Cause.ADAPTER_NOT_SERVED, False
         if state.offered is not None:
             self._offers.withdraw(state)
         if state.moved is not None:  # it has lost its blocks: vLLM asks of no others
             self._truncation.take_back(state)
+        if state.load_failed is not None:
+            return state.load_failed, False
+        if self._is_left_alone(request):
+            return Cause.ADAPTER_NOT_SERVED, False
         if request.lora_request is not None:
             state.asked = state.asked or self.adapters.ask()
             adapter, waits = self.adapters.answer(request.lora_request, state.asked)
@@ -550,7 +550,7 @@ class Scheduler:
             was_ours = self.plans.load_is_void(request_id)  # else another connector's
             state = self.requests.get(request_id)
             if state is not None and was_ours and state.load_failed is None:
-                state.load_failed = Cause.COPY_FAILED
+                state.load_has_failed(Cause.COPY_FAILED)
                 self._stats.add("recomputations", Cause.COPY_FAILED, 1)
 
     def on_failed_load(self) -> None:

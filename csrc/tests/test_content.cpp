@@ -120,9 +120,23 @@ struct World {
     const auto size = static_cast<std::uint32_t>(tokens.size());
     const auto start = static_cast<std::uint32_t>(random() % (size / 4 + 1));
     const Bytes32 domain = name(random() % 8 / 6);
+    const attnstore::ContentQuery query{domain, bytes(tokens), start, size, 1 + start % 50, 64};
+    const std::uint32_t cover = check(index.find(query), tokens, domain, start, false);
+    return cover + check(index.find_all(query), tokens, domain, start, true);
+  }
+
+  // What is found is there, in its order. Returns how many tokens it has.
+  std::uint32_t check(const std::vector<ContentExtent>& extents, const Tokens& tokens,
+                      const Bytes32& domain, std::uint32_t start, bool may_have_gaps) const {
+    const auto size = static_cast<std::uint32_t>(tokens.size());
     std::uint32_t at = start;
-    for (const ContentExtent& extent :
-         index.find({domain, bytes(tokens), start, size, 1 + start % 50, 64})) {
+    std::uint32_t num_found = 0;
+    for (const ContentExtent& extent : extents) {
+      CHECK(!extent.pieces.empty());
+      if (may_have_gaps) {
+        CHECK(extent.pieces.front().start >= at);
+        at = extent.pieces.front().start;
+      }
       const Bytes32* before = nullptr;
       for (const attnstore::ContentPiece& piece : extent.pieces) {
         const Known& chunk = known.at(index.key(piece.id));
@@ -134,10 +148,11 @@ struct World {
                          chunk.tokens.begin() + piece.first));
         CHECK(before == nullptr || (piece.first == 0 && chunk.parent == *before));
         before = &index.key(piece.id);
+        num_found += piece.stop - piece.start;
         at = piece.stop;
       }
     }
-    return at - start;
+    return num_found;
   }
 };
 

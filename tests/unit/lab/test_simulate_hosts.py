@@ -12,7 +12,7 @@ import pytest
 
 from attnstore_lab import palette
 from attnstore_lab.cli import simulate_hosts
-from attnstore_lab.sim.hosts import Hosts, HostsOutcome, conversations, one_large
+from attnstore_lab.sim.hosts import Hosts, HostsOutcome, conversations, one_large, together
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
 from attnstore_lab.sim.shared_tier import Network, SharedStore
@@ -270,3 +270,12 @@ def test_a_picture_says_what_a_shared_tier_is_worth_where_it_is_worth_most(tmp_p
     alone = [run for run in runs if not run["shared"]]
     simulate_hosts.plot({"trace": "t.jsonl", "runs": alone}, plot)
     assert "Prompt tokens found by number of hosts" in plot.read_text(encoding="utf-8")
+
+
+def test_a_session_over_two_hosts_is_one() -> None:
+    one, other = Outcome("dram"), Outcome("dram")
+    one.sessions = {1: (5.0, 9.0), 2: (0.0, 1.0)}
+    other.sessions = {1: (3.0, 8.0)}
+    total = together([one, other])
+    assert total.sessions == {1: (3.0, 9.0), 2: (0.0, 1.0)}
+    assert total.session_s == 3.5

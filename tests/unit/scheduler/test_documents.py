@@ -48,7 +48,7 @@ class Plans:
 
 def state_of(name: str, num_tokens: int = 1000) -> Any:
     request = SimpleNamespace(request_id=name, all_token_ids=list(range(num_tokens)))
-    return SimpleNamespace(request=request)
+    return SimpleNamespace(request=request, load_has_failed=lambda _: None)
 
 
 def begun(

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holding HBM for sessions that are away: when it pays, who is let go, who waits at the door."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnstore_vllm.policy.holding import ENDS_S, RETURNS_MIN, SHORT_S, Holding
+
+ROOM = 100_000
+TOKENS = 10_000
+COMPUTING_S = 1.0
+
+
+def learned(gap_s: float = 1.0, **options: float) -> Holding:
+    """Sessions 1000 and on have come back after so long, as often as is needed to know it."""
+    holding = Holding(ROOM, **options)
+    for number in range(RETURNS_MIN):
+        session, now = 1000 + number, 100.0 * number
+        holding.started(session, TOKENS)
+        holding.ended(session, TOKENS, COMPUTING_S, now)
+        holding.came(session, now + gap_s)
+        holding.gone(session)
+    return holding
+
+
+def turn(holding: Holding, session: int, now: float, computing_s: float = COMPUTING_S) -> bool:
+    """A request of the session runs and ends. Returns whether it is held."""
+    holding.started(session, TOKENS)
+    return holding.ended(session, TOKENS, computing_s, now)
+
+
+def test_nothing_is_held_before_gaps_are_known() -> None:
+    assert not turn(Holding(ROOM), 1, 0.0)
+
+
+def test_a_short_gap_is_held_until_it_is_over_and_no_longer() -> None:
+    holding = learned(gap_s=1.0)
+    assert turn(holding, 1, 1000.0)
+    assert holding.held_tokens == TOKENS
+    assert holding.over(1000.9) == []
+    assert holding.over(1003.0) == [1]
+    assert holding.held_tokens == 0
+
+
+def test_a_gap_that_costs_more_than_computing_is_not_held() -> None:
+    """A tenth of HBM for 60 s is 6 s of it, and computing takes one."""
+    assert not turn(learned(gap_s=60.0, longest_s=600.0), 1, 1000.0)
+
+
+def test_a_gap_longer_than_the_longest_hold_is_not_held() -> None:
+    assert not turn(learned(gap_s=2.0, longest_s=1.0), 1, 1000.0)
+
+
+def test_the_door_is_open_where_a_tier_makes_returns_cheap() -> None:
+    """A hold still pays: a return costs a third of computing, and computing takes 1 s."""
+    holding = learned(share=0.5)
+    for session in range(600):
+        holding.started(100 + session, TOKENS, COMPUTING_S, COMPUTING_S / 3)
+        holding.gone(100 + session)
+    crowded(holding)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
+
+
+def test_what_a_tier_has_is_held_as_long_as_a_load_is_worth() -> None:
+    holding = learned(gap_s=1.0)
+    for session in range(200):  # lost, and back in a hundredth of the time that computing takes
+        holding.started(session, TOKENS, COMPUTING_S, COMPUTING_S / 100)
+        holding.gone(session)
+    assert not turn(holding, 1, 1000.0)
+
+
+def test_the_held_share_is_bounded() -> None:
+    """Also of sessions that were held before, and have grown."""
+    holding = learned(share=0.25, defer_s=0.0)
+    assert [turn(holding, session, 1000.0) for session in range(4)] == [True, True, False, False]
+    holding.came(0, 1001.0)
+    holding.started(0, 2 * TOKENS)
+    assert not holding.ended(0, 2 * TOKENS, COMPUTING_S, 1002.0)
+    assert holding.held_tokens <= 0.25 * ROOM
+
+
+def test_who_is_longest_overdue_is_let_go_first_and_who_is_back_last() -> None:
+    holding = learned(gap_s=1.0)
+    for number, session in enumerate((1, 2, 3)):
+        assert turn(holding, session, 1000.0 + 0.4 * number)
+    holding.came(2, 1000.9)
+    # 1 is nearer to its return than 3, and 2 is there.
+    assert [holding.let_go(1000.9, wanted_by=2) for _ in range(4)] == [3, 1, 2, None]
+
+
+def test_one_that_is_back_is_held_until_it_has_room_or_the_longest_hold_is_over() -> None:
+    holding = learned(longest_s=20.0)
+    assert turn(holding, 1, 1000.0)
+    holding.came(1, 1001.0)
+    assert holding.over(1015.0) == []
+    assert holding.over(1020.0) == [1]
+
+
+def crowded(holding: Holding) -> None:
+    """Session 9 was let go for the room of others, has come back, and five are in play."""
+    assert turn(holding, 9, 999.0)
+    assert holding.let_go(1000.0) == 9
+    for session in range(5):
+        assert turn(holding, session, 1000.0)
+    holding.came(9, 1000.5)
+
+
+def test_a_session_that_lost_its_blocks_waits_while_those_in_play_fill_the_room() -> None:
+    holding = learned(share=0.5)
+    crowded(holding)
+    assert not holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
+    assert holding.is_admitted(9, TOKENS, waited_s=60.0, now=1001.0), "its deadline is over"
+    assert holding.is_admitted(0, TOKENS, waited_s=0.0, now=1001.0), "it is held"
+    assert holding.is_admitted(77, TOKENS, waited_s=0.0, now=1001.0), "it is its first request"
+    assert not turn(holding, 77, 1000.6), "and there is no room for one more in play"
+    holding.gone(3)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
+
+
+def test_the_door_is_open_again_when_none_was_let_go_lately() -> None:
+    holding = learned(share=0.5)
+    crowded(holding)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1000.0 + SHORT_S)
+
+
+def test_the_door_is_open_where_no_hold_pays() -> None:
+    holding = learned(share=0.5)
+    crowded(holding)
+    assert not turn(holding, 100, 1000.6, computing_s=0.01)
+    assert holding.is_admitted(9, TOKENS, waited_s=1.0, now=1001.0)
+
+
+def test_sessions_that_never_come_back_shorten_the_hold() -> None:
+    """Half of them end there. To wait the longest for all costs more than it saves."""
+    holding = learned(gap_s=1.0)
+    before = holding.seconds(TOKENS, 0.2)
+    for number in range(64):
+        session, now = 2000 + number, 1000.0 + 200.0 * number
+        turn(holding, session, now)
+        if number % 2:
+            holding.came(session, now + 1.0)
+        holding.gone(session)
+    assert before == pytest.approx(float(ENDS_S[ENDS_S > 1.0][0]))
+    assert holding.seconds(TOKENS, 0.2) == 0.0 < before
