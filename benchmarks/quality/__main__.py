@@ -121,7 +121,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=Settings().documents)
     parser.add_argument("--texts", type=int, default=TEXTS, help="prompts of `documents`")
     parser.add_argument("--chains", type=int, default=CHAINS, help="those with questions")
-    parser.add_argument("--quick", action="store_true", help="a tenth of `documents`")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tenth of `documents`, in a file of its own"
+    )
     parser.add_argument("--no-server", action="store_true", help="leave out the real server")
     parser.add_argument("--served", type=int, default=SERVED_DOCUMENTS, help="documents of it")
     parser.add_argument("--json", type=Path, help="of results/, if left out")
@@ -131,6 +133,7 @@ def parse() -> argparse.Namespace:
     args.two_hops |= args.command == "documents"
     kind = "_codecs" if "codecs" in str(args.command) else ""
     kind = "_documents" if args.two_hops else kind
+    kind += "_quick" * args.quick  # beside the file that pages are held to
     args.model = args.model or (MODEL_TWO_HOPS if args.two_hops else MODEL)
     args.minutes = args.minutes or (MINUTES_TWO_HOPS if args.two_hops else MINUTES)
     args.json = args.json or RESULTS / f"quality{kind}.json"

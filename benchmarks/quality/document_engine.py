@@ -135,7 +135,7 @@ def leave_keys_as_they_are() -> None:
         found = numbers(*args)
         return found | {"theta": [0.0] * len(found["theta"])}
 
-    engine.rotation_numbers = unturned
+    engine.rotation_numbers = unturned  # type: ignore[assignment]
 
 
 FAULTS = {"gaps left out": leave_gaps_out, "K not turned": leave_keys_as_they_are}
