@@ -21,6 +21,7 @@ from benchmarks.experiments import picture as experiment_picture
 from benchmarks.experiments.spec import read_all
 from benchmarks.overlap_parts import hits
 from benchmarks.overlap_parts import picture as overlap_picture
+from benchmarks.quality import document_report
 from benchmarks.quality import picture as quality_picture
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -46,6 +47,7 @@ def pictures() -> dict[str, tuple[str, Draw]]:
         "results/hosts_sharegpt.svg": ("results/hosts_sharegpt.json", simulate_hosts.plot),
         "results/overlap.svg": ("results/overlap.json", _overlap),
         "results/quality.svg": ("results/quality.json", quality_picture.draw),
+        "results/quality_documents.svg": ("results/quality_documents.json", document_report.draw),
     }
     for name, experiment in read_all().items():
         stem = f"results/experiments/{name}"

@@ -206,6 +206,15 @@ class Llama(nn.Module):
         hidden, _ = self.run(tokens)
         return self.lm_head(hidden)
 
+    def states(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Hidden states after each layer, as the last norm sees them, of tokens as forward's."""
+        by = rotation(torch.arange(tokens.shape[1]), self.shape.head_dim)
+        x, found = self.model.embed_tokens(tokens), []
+        for layer in self.model.layers:
+            x, _ = layer(x, by, None, None)
+            found.append(self.model.norm(x))
+        return found
+
     @property
     def num_parameters(self) -> int:
         return sum(weight.numel() for weight in self.parameters())

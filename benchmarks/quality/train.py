@@ -25,6 +25,8 @@ from benchmarks.quality.initial import initialize
 from benchmarks.quality.model import Llama, Shape
 from benchmarks.quality.recall import lesson
 from benchmarks.quality.tokenizer import Alphabet
+from benchmarks.quality.two_hop import FIRST_HOP, NONE, HopLesson
+from benchmarks.quality.two_hop import lesson as two_hop_lesson
 
 CHECKPOINT_FILE = "checkpoint.pt"
 BETAS = (0.9, 0.95)
@@ -33,6 +35,11 @@ GRADIENT_NORM_MAX = 1.0
 TEXT_GROWTH = ((0.0, 4), (0.35, 2), (0.65, 1))
 # The same for lessons, by level.
 LESSON_GROWTH = ((0.0, 32), (1 / 6, 16), (2 / 6, 8), (3 / 6, 4), (4 / 6, 2), (5 / 6, 1))
+# The same for lessons of two hops.
+HOP_GROWTH = ((0.0, 16), (0.2, 8), (0.4, 4), (0.6, 2), (0.8, 1))
+HOPS_FROM, HOP_LEVEL, TEXT_FROM = 0.3, 0.4, 0.45
+"""Two hops begin at this level of one, with their own first level; and text begins at this one of
+theirs. All at once they are not learned in the time."""
 LENGTH_MIN = 16
 LEVEL_STEP = 0.01
 LEVEL_UP_ABOVE = 0.9  # share of answers that are right, smoothed
@@ -50,6 +57,7 @@ class Recipe:
     warmup: float = 0.02  # of the budget
     decay: float = 0.1
     lessons: float = 0.5  # of each batch's sequences
+    two_hops: bool = False  # there are lessons of two_hop.py, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +79,41 @@ class Progress:
     seconds: float = 0.0
     level: float = 0.0
     right: float = 0.0  # share of answers, smoothed
+    hop_level: float = HOP_LEVEL
+    hop_right: float = 0.0
     tokens: int = 0
+
+    def answered(self, right: float, *, two_hops: bool) -> None:
+        """A step had this share of right answers."""
+        if two_hops:
+            self.hop_right += (1 - SMOOTHING) * (right - self.hop_right)
+            self.hop_level += LEVEL_STEP * (self.hop_right > LEVEL_UP_ABOVE)
+        else:
+            self.right += (1 - SMOOTHING) * (right - self.right)
+            self.level += LEVEL_STEP * (self.right > LEVEL_UP_ABOVE)
+        self.level, self.hop_level = min(1.0, self.level), min(1.0, self.hop_level)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Sequences of one length. tokens: [sequences, length + 1]; answers and text: [sequences,
-    length], which of the next tokens are answers, and which are text."""
+    length], which of the next tokens are answers, and which are text; bound: [sequences, length],
+    as HopLesson's."""
 
     tokens: torch.Tensor
     answers: torch.Tensor
     text: torch.Tensor
+    bound: torch.Tensor | None = None
 
 
 def make_batch(
     corpus: Corpus, recipe: Recipe, shape: Shape, progress: Progress, used: float
-) -> tuple[Part, Part]:
-    """The texts and the lessons of a step."""
+) -> tuple[Part, ...]:
+    """What a step has of texts, of lessons of one hop, and of two."""
     rng = np.random.default_rng((recipe.seed, progress.step))
-    length, count = _size(shape, TEXT_GROWTH, used, recipe.step_tokens * (1 - recipe.lessons))
+    is_learned = recipe.two_hops and progress.hop_level == 1
+    lessons = recipe.lessons / 4 if is_learned else recipe.lessons
+    length, count = _size(shape, TEXT_GROWTH, used, recipe.step_tokens * (1 - lessons))
     first = progress.step * count
     texts = np.stack([take(corpus.train, first + n, length + 1) for n in range(count)])
     plain = Part(
@@ -97,11 +121,32 @@ def make_batch(
         torch.zeros(count, length, dtype=torch.bool),
         torch.ones(count, length, dtype=torch.bool),
     )
-    level = progress.level
-    length, count = _size(shape, LESSON_GROWTH, level, recipe.step_tokens * recipe.lessons)
+    tokens = recipe.step_tokens * lessons
+    if not recipe.two_hops:
+        return plain, _lessons(corpus, shape, progress, tokens, rng)
+    parts = [_lessons(corpus, shape, progress, tokens / 2, rng)]
+    if progress.level >= HOPS_FROM:
+        parts.append(_lessons(corpus, shape, progress, tokens, rng, two_hops=True))
+    if progress.hop_level >= TEXT_FROM:
+        parts.append(plain)
+    return tuple(parts)
+
+
+def _lessons(
+    corpus: Corpus,
+    shape: Shape,
+    progress: Progress,
+    tokens: float,
+    rng: np.random.Generator,
+    *,
+    two_hops: bool = False,
+) -> Part:
+    level = progress.hop_level if two_hops else progress.level
+    length, count = _size(shape, HOP_GROWTH if two_hops else LESSON_GROWTH, level, tokens)
     first = progress.step * count
+    make = two_hop_lesson if two_hops else lesson
     lessons = [
-        lesson(
+        make(
             rng,
             take(corpus.train, first + n, length + 1),
             Alphabet(shape.vocabulary),
@@ -112,8 +157,13 @@ def make_batch(
     ]
     answers = np.stack([one.answers[:-1] for one in lessons])
     noise = np.stack([one.noise[:-1] for one in lessons])
-    tokens = torch.from_numpy(np.stack([one.tokens for one in lessons]))
-    return plain, Part(tokens, torch.from_numpy(answers), torch.from_numpy(~(answers | noise)))
+    bound = [one.bound[:-1] for one in lessons if isinstance(one, HopLesson)]
+    return Part(
+        torch.from_numpy(np.stack([one.tokens for one in lessons])),
+        torch.from_numpy(answers),
+        torch.from_numpy(~(answers | noise)),
+        torch.from_numpy(np.stack(bound)) if bound else None,
+    )
 
 
 def _size(
@@ -151,33 +201,42 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(recipe, used)
         self.optimizer.zero_grad()
-        # Each part has its share of two means: over all text, and over all answers.
+        # Each part has its share of the mean over all text, and a mean over its own answers.
         num_text = max(1, sum(int(part.text.sum()) for part in parts))
-        num_answers = max(1, sum(int(part.answers.sum()) for part in parts))
-        text = answers = 0.0
-        right = 0
+        has_text = not recipe.two_hops or progress.hop_level >= TEXT_FROM
+        text = answers = right = 0.0
         for part in parts:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.lower):
-                logits = self.model(part.tokens[:, :-1])
+                states = self.model.states(part.tokens[:, :-1])
+                logits = self.model.lm_head(states[-1])
+                early = self._early(states, part)
             targets = part.tokens[:, 1:]
             losses = functional.cross_entropy(
                 logits.float().flatten(0, 1), targets.flatten(), reduction="none"
             ).view_as(targets)
-            text_loss = losses[part.text].sum() / num_text
-            answers_loss = losses[part.answers].sum() / num_answers
-            (text_loss + answers_loss).backward()
+            num_answers = int(part.answers.sum())
+            text_loss = losses[part.text].sum() / num_text * has_text
+            answers_loss = losses[part.answers].sum() / max(1, num_answers)
+            (text_loss + answers_loss + early).backward()
             text += float(text_loss.detach())
             answers += float(answers_loss.detach())
-            said = logits.detach()[part.answers].argmax(-1)
-            right += int((said == targets[part.answers]).sum())
+            if num_answers:
+                said = logits.detach()[part.answers].argmax(-1)
+                right = float((said == targets[part.answers]).float().mean())
+                progress.answered(right, two_hops=part.bound is not None)
             progress.tokens += targets.numel()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM_MAX)
         self.optimizer.step()
-        progress.right += (1 - SMOOTHING) * (right / num_answers - progress.right)
-        if progress.right > LEVEL_UP_ABOVE:
-            progress.level = min(1.0, progress.level + LEVEL_STEP)
         progress.step += 1
-        return {"text": text, "answers": answers, "right": right / num_answers}
+        return {"text": text, "answers": answers, "right": right}
+
+    def _early(self, states: list[torch.Tensor], part: Part) -> torch.Tensor:
+        """The loss of the first of two hops, in the layer that should have taken it, in nats."""
+        if part.bound is None:
+            return torch.zeros(())
+        is_bound = part.bound != NONE
+        logits = self.model.lm_head(states[FIRST_HOP][is_bound])
+        return functional.cross_entropy(logits.float(), part.bound[is_bound])
 
     def save(self, path: Path) -> None:
         """Write a checkpoint: the old one stays until the new one is whole."""
@@ -245,6 +304,7 @@ def _shown(progress: Progress, losses: dict[str, float]) -> dict[str, Any]:
         "text": f"{losses['text']:.3f}",
         "right": f"{losses['right']:.0%}",
         "level": f"{progress.level:.2f}",
+        "hops": f"{progress.hop_right:.0%} {progress.hop_level:.2f}",
     }
 
 
