@@ -227,9 +227,9 @@ class TruncationConfig:
     """`share`. Moved KV begins and ends at any token (index/prefix.py)."""
     documents: bool = False
     """KV of a prompt's parts is found anywhere, with gaps."""
-    recompute: float = 0.0
+    recompute: float = 0.15
     """The share of documents that is computed anew."""
-    recompute_by: RecomputeBy = "first"
+    recompute_by: RecomputeBy = "deviation"
     """Which of their tokens."""
     recompute_last: int = 0
     """The last so many moved tokens before a prompt's new part are computed."""
@@ -251,8 +251,8 @@ class TruncationConfig:
             sinks=parse_integer("truncation.sinks", given.get("sinks", 0), 0, 65_536),
             shared_by=_sharing("truncation.share", given.get("share", "salted")),
             documents=parse_switch("truncation.documents", given.get("documents", False)),
-            recompute=_recompute(given.get("recompute", "off")),
-            recompute_by=_recompute_by(given.get("recompute_by", "first")),
+            recompute=_recompute(given.get("recompute", 0.15)),
+            recompute_by=_recompute_by(given.get("recompute_by", "deviation")),
             recompute_last=parse_integer(
                 "truncation.recompute_last", given.get("recompute_last", 0), 0, 65_536
             ),

@@ -242,16 +242,16 @@ SETTINGS = (
         "Set true where prompts bring the same documents, tool results or files in other orders.",
     ),
     Setting(
-        "truncation.recompute", "off", "off, share above 0, 1 at most",
+        "truncation.recompute", "0.15", "off, share above 0, 1 at most",
         "The share of documents whose KV is computed anew. It mends part of what moved KV lacks, "
         "and costs as much of the time that it would save.",
-        "Raise it where answers join facts of several documents.",
+        "Set off where the first token counts more than an answer's words.",
     ),
     Setting(
-        "truncation.recompute_by", "first", "first, deviation",
+        "truncation.recompute_by", "deviation", "first, deviation",
         "Which tokens of documents are computed anew. `first` takes the first ones of each. "
         "`deviation` computes two layers of all, and takes those whose K differs most.",
-        "Set deviation for deep models, where two layers cost little.",
+        "Set first for models of few layers, of which two are much.",
     ),
     Setting(
         "truncation.recompute_last", "0", "tokens, 0 to 65536",
