@@ -23,6 +23,7 @@ from attnstore_vllm.scheduler.open_plans import OpenPlans
 
 LAYERS = 8
 GAPS = [range(10), range(40, 52), range(90, 91)]
+NONE_ANEW = TruncationConfig(documents=True, recompute=0.0)
 CHOOSES = TruncationConfig(documents=True, recompute=0.25, recompute_by="deviation")
 
 
@@ -51,9 +52,7 @@ def state_of(name: str, num_tokens: int = 1000) -> Any:
     return SimpleNamespace(request=request, load_has_failed=lambda _: None)
 
 
-def begun(
-    plans: Plans, tokens: int, rows: int, config: TruncationConfig | None = None
-) -> Documents:
+def begun(plans: Plans, tokens: int, rows: int, config: TruncationConfig = NONE_ANEW) -> Documents:
     engine = EngineFacts(pass_tokens=tokens, pass_rows=rows)
     clock = SimpleNamespace(now=0.0)
     documents = Documents(cast("OpenPlans", plans), engine, config, LAYERS, lambda: clock.now)
