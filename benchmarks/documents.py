@@ -45,6 +45,7 @@ from tqdm import tqdm
 from attnstore_lab.bench.summary import table
 from attnstore_lab.testing.tiny_model import ModelShape, make_model
 from attnstore_vllm.prometheus import total
+from attnstore_vllm.scheduler.documents import COMPARED_LAYERS
 from benchmarks.hit_latency import Client
 from benchmarks.report import machine
 from benchmarks.server import VllmServer
@@ -185,7 +186,7 @@ def measure(name: str, model: Path, work: Path, args: argparse.Namespace) -> dic
                 whole.append(client.ttft_ms(prompt, cache_salt=f"whole {number}", **LEAVES_NOTHING))
             times.append(client.ttft_ms(prompt, **(ASKS if is_ours else {})))
         moved_tokens = total(server.metrics(), MOVED) - total(before, MOVED)
-        beside = feel(server, client, texts, args) if is_ours and args.beside else None
+        beside = feel(server, client, texts, args, name) if is_ours and args.beside else None
     ratios = [ms / full for ms, full in zip(times, whole, strict=False)]
     return {
         "name": name, "ttft_ms": round(statistics.median(times), 1),
@@ -222,8 +223,21 @@ class Decoding:
             thread.join()
 
 
+def computed_tokens(said: dict[str, int], length: int, *, layers: int, name: str) -> int:
+    """Tokens of a plain prompt that take as long as what this one computes: the question, our
+    passes, and two layers of all tokens where some are chosen by them.
+
+    Args:
+        said: the report of the prompt.
+    """
+    recompute = SYSTEMS[name]
+    compares = recompute is not None and recompute[1] == "deviation" and said["own_pass_tokens"]
+    compared = length * COMPARED_LAYERS // layers if compares else 0
+    return max(said["computed_tokens"], QUESTION + said["own_pass_tokens"] + compared)
+
+
 def feel(
-    server: VllmServer, client: Client, texts: Texts, args: argparse.Namespace
+    server: VllmServer, client: Client, texts: Texts, args: argparse.Namespace, name: str
 ) -> dict[str, float]:
     """The p99 gap between tokens of requests that decode beside prompts with documents, and beside
     plain prompts of as many computed tokens."""
@@ -237,7 +251,8 @@ def feel(
             decoding.gaps.clear()
             answer = client.ask(prompt, **report)
             found["documents"] += decoding.gaps
-            computed = answer["kv_transfer_params"]["attnstore"]["computed_tokens"]
+            said = answer["kv_transfer_params"]["attnstore"]
+            computed = computed_tokens(said, len(prompt), layers=args.layers, name=name)
             decoding.gaps.clear()
             client.ask(texts.new(computed), cache_salt=f"plain {number}", **LEAVES_NOTHING)
             found["plain"] += decoding.gaps
