@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holding is bounded and lets go, whatever sessions do: the policy beside the simulator's HBM."""
+"""Holding is bounded and lets go in any order of sessions: policy beside the simulator's HBM."""
 
 from __future__ import annotations
 
