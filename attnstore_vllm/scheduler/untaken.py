@@ -48,7 +48,13 @@ class Untaken:
         offered = last.rest or last.pieces
         wanted = offered[-1].stop - local if offered else 0
         has_room = free_blocks > last.free_blocks and free_blocks * self._block_tokens >= wanted
-        if is_same and not has_room and self._store.hold_again(last.pieces):
+        goes_on = is_same and not has_room and not self._is_on_trial(state, last.pieces)
+        if goes_on and self._store.hold_again(last.pieces):
             return last.pieces
         state.untaken = None
         return None
+
+    def _is_on_trial(self, state: RequestState, pieces: list[Piece]) -> bool:
+        """What was computed here may have left DRAM since, and come up with other bytes."""
+        audit = self._store.audit
+        return audit is not None and state.approximate is None and audit.trial.awaits(pieces)

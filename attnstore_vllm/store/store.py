@@ -332,8 +332,6 @@ class Store:
                 has_expired = self._context.has_leases and self.residency.has_expired(piece.chunk)
                 if has_expired or not is_ready(piece.chunk):
                     return False
-                if self.residency.is_on_trial(piece.chunk):  # it has left DRAM since, and come up
-                    return False
             self.residency.hold(*(piece.chunk for piece in pieces))
             return True
 

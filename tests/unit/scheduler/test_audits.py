@@ -23,7 +23,7 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.store.trial import PUT_OFF_MAX
-from attnstore_vllm.types import TOKEN_BYTES, Event
+from attnstore_vllm.types import NVME, TOKEN_BYTES, Event
 from tests.helpers import (
     PAYLOAD_BYTES,
     name_of,
@@ -268,6 +268,22 @@ def test_documents_of_a_tier_that_is_on_trial_are_not_served(start: Start) -> No
     world.end_step()
     world.end_step(third)
     world.finish(third)
+
+
+def test_an_answer_that_vllm_had_no_room_for_is_not_given_again_on_trial(start: Start) -> None:
+    """It was computed here, has left DRAM since, and NVMe has an earlier process's bytes."""
+    world = start(rate=1e-9)
+    tokens = tokens_of(1, LENGTH)
+    names = world.put(tokens)
+    request = world.request("one", tokens)
+    world.come(request)
+    assert world.answer(request) == LENGTH - 1
+    world.end_step()
+    assert world.answer(request) == LENGTH - 1, "the same as before"
+    world.end_step()
+    world.rig.chunk(names[2]).brought_by = NVME
+    assert world.answer(request) == 0
+    world.finish(request)
 
 
 def test_the_wrong_chunk_is_found_and_no_other(start: Start) -> None:

@@ -13,7 +13,6 @@ from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.types import NVME
 from tests.helpers import (
-    CHUNK_TOKENS,
     PAYLOAD_BYTES,
     Rig,
     Rigs,
@@ -151,33 +150,3 @@ def test_what_an_earlier_process_left_goes_to_others_once_some_of_it_has_agreed(
     rig.store.audit.trial.close(NVME)
     asks(rig, "three", tokens)
     assert len(others.records) == 3
-
-
-def test_an_answer_that_vllm_had_no_room_for_is_not_given_again_with_bytes_on_trial(
-    open_rig: Rigs, tmp_path: Path
-) -> None:
-    """What was offered was computed here. It has left DRAM since, and NVMe has the old bytes."""
-    tokens = conversation(1, CHUNK_TOKENS + 1)
-    (name, *_) = names_of(sequence_of(tokens))
-    old, device = open_rig()
-    assert old.put(name, bytes(PAYLOAD_BYTES)) is not None
-    device.settle()
-    image = bytes(device.image)
-    given = {"audit": AuditConfig(rate=1.0), "path": tmp_path, "comparisons": (BITS,)}
-    rig, device = open_rig(image=image, dram_slots=2, **given)
-    rig.until_idle()
-    chunk = rig.store.begin_save(name, again=True)
-    assert chunk is not None
-    rig.store.finish_saves([chunk])
-    pieces = rig.store.find(lookup_of(tokens), 0, CHUNK_TOKENS)
-    assert rig.store.hold_again(pieces)
-    rig.store.release(piece.chunk for piece in pieces)
-    push_out_of_dram(rig, device, rig.dram_slots)
-    rig.store.find(lookup_of(tokens), 0, CHUNK_TOKENS)
-    rig.until_idle()
-    assert (chunk.brought_by, chunk.dram.state) == (NVME, State.READY)
-    assert not rig.store.hold_again(pieces)
-    assert rig.store.audit is not None
-    rig.store.audit.trial.close(NVME)
-    assert rig.store.hold_again(pieces)
-    rig.store.release(piece.chunk for piece in pieces)
