@@ -18,7 +18,7 @@ A copy is found by none: no look-up, no tier and no sibling. Of each rank its ow
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -37,12 +37,14 @@ from attnstore_vllm.store.trial import TierTrial
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
 from attnstore_vllm.tiers.tier_io import TierIo
-from attnstore_vllm.types import Event
+from attnstore_vllm.types import Event, Key
 
 logger = logging.getLogger(__name__)
 
 COPIES_MAX, COPIES_PART = 64, 8
 """Copies at a time: so many, and one slot of DRAM in so many, at most."""
+REMOVED_MAX = 4096
+"""So many chunks that went are remembered."""
 SLICE_S = 0.002
 """The store's thread goes back to its tiers after so long, or a layer that takes longer."""
 
@@ -102,6 +104,8 @@ class Auditor:
         self._hits = AuditedHits()
         self._leaving: list[Chunk] = []
         """Locked. Wrong chunks, dropped and held, of which a write is under way."""
+        self._removed: OrderedDict[Key, None] = OrderedDict()
+        """Locked. See refuses()."""
         self._bad_hits: set[int] = set()
         self._explained: int | None = None
         """The hit whose cause was looked for last. That costs as much as two comparisons."""
@@ -290,6 +294,18 @@ class Auditor:
             self._leaving.append(chunk)
         self._forget(chunk)
         self.context.residency.drop(chunk)
+        self._removed[chunk.name.key] = None
+        while len(self._removed) > REMOVED_MAX:
+            self._removed.popitem(last=False)
+
+    def refuses(self, key: Key, *, again: bool) -> bool:
+        """Locked. Whether a chunk is not to be saved: it was removed, and who had loaded it before
+        has it in HBM, where vLLM gives it to others.
+
+        Args:
+            again: its request has computed it.
+        """
+        return not again and key in self._removed
 
     def _forget(self, chunk: Chunk) -> None:
         for io in self._tiers:

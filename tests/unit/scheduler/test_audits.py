@@ -286,6 +286,39 @@ def test_an_answer_that_vllm_had_no_room_for_is_not_given_again_on_trial(start: 
     world.finish(request)
 
 
+@pytest.mark.parametrize("local", [0, CHUNK])
+def test_what_an_audit_has_removed_is_not_saved_by_who_has_loaded_it(
+    start: Start, local: int
+) -> None:
+    """It is in that request's blocks, and in vLLM's cache for others."""
+    world = start(rate=1e-9)
+    tokens = tokens_of(1, LENGTH)
+    names = world.put(tokens, wrong=3)
+    tries: Any = {"kv_transfer_params": {"attnstore": {"audit": True}}}
+    drawn = world.asks(tokens, "drawn", **tries)
+    assert drawn.found == 0
+    loads = world.asks([*tokens, *range(9000, 9000 + 2 * CHUNK)], "loads", local)
+    assert loads.found == LENGTH - 1 - local
+    world.end_step(drawn)
+    world.finish(drawn)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes()["differed"] == 1
+    index = world.store.residency.index
+    assert index.get(names[3].key) is None
+    world.end_step(loads)
+    world.finish(loads)
+    world.end_step()
+    assert index.get(names[3].key) is None
+    again = world.asks([*tokens, *range(9500, 9500 + CHUNK)], "hits vLLM's cache", LENGTH - 1)
+    world.end_step(again)
+    world.finish(again)
+    world.end_step()
+    assert index.get(names[3].key) is None
+    assert world.serves(tokens, "computes") == 3 * CHUNK
+    assert world.serves(tokens, "finds") == LENGTH - 1, "it was computed anew"
+
+
 def test_the_wrong_chunk_is_found_and_no_other(start: Start) -> None:
     world = start()
     names = world.put(tokens_of(1, LENGTH), wrong=2)
