@@ -42,6 +42,10 @@ class ResetWatch:
         self._in_doubt = True
         """From the start on: weights may come from elsewhere before the first request."""
         self._was_reset = False
+        self._hbm_is_new = True
+        """vLLM's prefix cache has nothing of before the last look."""
+        self.hbm_is_mixed = False
+        """It has KV of weights that are others by now: its reset has failed, or there was none."""
         self.is_wanted = False
         """A request waits for the look."""
         self._asked: int | None = None
@@ -61,18 +65,25 @@ class ResetWatch:
         blocks = self._pool.cached_block_hash_to_block
         if blocks is not self._blocks:
             self._blocks, self._in_doubt, self._asked = blocks, True, None
-            self._was_reset = True
+            self._was_reset = self._hbm_is_new = True
+            self.hbm_is_mixed = False
             self._on_reset()
         # Only a step in which requests are scheduled may look: until a pause is over, the
         # weights may still be about to change.
         self.is_wanted = self._in_doubt
         return self._in_doubt
 
-    def doubt(self, *, was_reset: bool = False) -> None:
+    def doubt(self, *, was_reset: bool = False, is_empty: bool = False) -> None:
         """Weights may have been updated: the store was reset, vLLM pauses, or it has no prefix
-        cache that would be reset then. A look of before says nothing of it."""
+        cache that would be reset then. A look of before says nothing of it.
+
+        Args:
+            was_reset, is_empty: no request has blocks, nor finds any: by a reset, or without one.
+        """
         self._in_doubt, self._asked = True, None
         self._was_reset |= was_reset
+        if was_reset or is_empty:
+            self._hbm_is_new, self.hbm_is_mixed = True, False
 
     def add_to(self, plan: StepPlan, num_named: int) -> None:
         """Have the workers look when this step ends, if they have not been asked.
@@ -99,14 +110,16 @@ class ResetWatch:
         is_awaited = self._asked is not None and report.number == self._asked
         if is_awaited:
             self._in_doubt, self._asked = False, None
-        was_reset = self._was_reset
+        was_reset, hbm_is_new = self._was_reset, self._hbm_is_new
         if report.weights is Seen.NOTHING:
             return LookResult.NOTHING_NEW
         self._was_reset = False
+        self._hbm_is_new &= not is_awaited
         if report.weights is Seen.SAME or (report.weights is Seen.UNKNOWN and not was_reset):
             if is_awaited:
                 self._num_named = self._num_asked
             return LookResult.NOTHING_NEW
+        self.hbm_is_mixed |= not hbm_is_new
         all_named, self._num_named = num_named == self._num_named, num_named
         is_seen = report.weights is Seen.CHANGED
         return LookResult.OTHERS if is_seen and all_named else LookResult.IN_DOUBT

@@ -189,7 +189,7 @@ class Scheduler:
         if self._queue is not None:
             self._queue.on_new_request(request)
         if not self._alive and not self._engine.has_prefix_cache:
-            self._watch.doubt()
+            self._watch.doubt(is_empty=True)
         self._alive.add(request.request_id)
         media = RequestMedia(self._media, request)
         if request.mm_features or request.resumable:
@@ -323,6 +323,7 @@ class Scheduler:
             return state.load_failed, False
         if self._is_left_alone(request):
             return Cause.ADAPTER_NOT_SERVED, False
+        state.computing.is_outdated |= local > 0 and self._watch.hbm_is_mixed
         if request.lora_request is not None:
             state.asked = state.asked or self.adapters.ask()
             adapter, waits = self.adapters.answer(request.lora_request, state.asked)
@@ -515,6 +516,7 @@ class Scheduler:
             assert self.namespace is not None
             for state in self.requests.values():
                 state.be_of_weights(self.namespace)
+                state.computing.is_outdated |= self._watch.hbm_is_mixed
         self._save_anew()
 
     def _on_adapters(self, report: StepReport) -> None:

@@ -164,6 +164,32 @@ def test_weights_that_cannot_be_seen_lose_all_at_a_pause(world: World) -> None:
     assert world.resets == 1
 
 
+def test_what_vllm_has_kept_over_new_weights_is_saved_under_no_name(world: World) -> None:
+    """A reset fails in vLLM as long as a request runs: what it has is of the weights of before. A
+    plain one that succeeds later says nothing of it, since the weights are the same by then."""
+    running = world.request("running", range(500, 500 + CHUNK + 1))
+    world.come(running)
+    world.start(running, world.answer(running))
+    world.end_step(running)
+    world.look = Seen.CHANGED, OTHERS
+    assert world.side.reset()
+    tokens = [*range(2000, 2000 + 2 * CHUNK), *range(9)]
+    late = world.request("hits vLLM's cache", tokens)
+    world.come(late)
+    running.all_token_ids.append(1)
+    while (found := world.ask(late, CHUNK)) is None:
+        world.end_step(running)
+    assert found == 0
+    world.start(late, 0)
+    late.num_computed_tokens = CHUNK
+    world.end_step(late, running)
+    world.finish(late, running)
+    world.end_step()
+    world.empty_hbm()
+    assert world.found("after the reset", tokens) == 0
+    assert world.found("the same", tokens) == 2 * CHUNK, "what it has computed"
+
+
 def test_no_other_process_has_the_names_of_weights_of_no_file() -> None:
     one, other = (Weights(bytes(32), b"files") for _ in range(2))
     of_files = one.namespace
