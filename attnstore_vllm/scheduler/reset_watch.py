@@ -45,7 +45,8 @@ class ResetWatch:
         self._hbm_is_new = True
         """vLLM's prefix cache has nothing of before the last look."""
         self.hbm_is_mixed = False
-        """It has KV of weights that are others by now: its reset has failed, or there was none."""
+        """It has KV of weights that are others by now, since its reset has failed or there was
+        none; or KV that an audit has found to be wrong."""
         self.is_wanted = False
         """A request waits for the look."""
         self._asked: int | None = None
@@ -62,16 +63,19 @@ class ResetWatch:
         """vLLM asks what a request finds: is it to ask again? Cost: 0.1 us without a reset."""
         if self._pool is None:
             return False
+        self._notice()
+        # Only a step in which requests are scheduled may look: until a pause is over, the
+        # weights may still be about to change.
+        self.is_wanted = self._in_doubt
+        return self._in_doubt
+
+    def _notice(self) -> None:
         blocks = self._pool.cached_block_hash_to_block
         if blocks is not self._blocks:
             self._blocks, self._in_doubt, self._asked = blocks, True, None
             self._was_reset = self._hbm_is_new = True
             self.hbm_is_mixed = False
             self._on_reset()
-        # Only a step in which requests are scheduled may look: until a pause is over, the
-        # weights may still be about to change.
-        self.is_wanted = self._in_doubt
-        return self._in_doubt
 
     def doubt(self, *, was_reset: bool = False, is_empty: bool = False) -> None:
         """Weights may have been updated: the store was reset, vLLM pauses, or it has no prefix
@@ -85,16 +89,22 @@ class ResetWatch:
         if was_reset or is_empty:
             self._hbm_is_new, self.hbm_is_mixed = True, False
 
-    def add_to(self, plan: StepPlan, num_named: int) -> None:
-        """Have the workers look when this step ends, if they have not been asked.
+    def add_to(self, plan: StepPlan, num_scheduled: int, num_named: int) -> None:
+        """Have the workers look when this step ends, if a request waits for it and they have not
+        been asked. What another step computes is in vLLM's cache when they do: of a request that
+        is not served, or of one that did not wait.
 
         Args:
+            num_scheduled: tokens that the step computes.
             num_named: see Store.
         """
+        if num_scheduled and self._pool is not None:
+            self._notice()
         if self.is_wanted and self._asked is None:
             plan.looks_at_weights = True
             self._asked, self._num_asked = plan.number, num_named
         self.is_wanted = False
+        self._hbm_is_new &= not num_scheduled or plan.looks_at_weights
 
     def is_late(self, report: StepReport) -> bool:
         """Whether a look of before the last reset says that the weights are the same."""

@@ -146,6 +146,7 @@ class Scheduler:
             self._queue = VllmQueue(store, lookups, by_priority=engine.by_priority)
         layers = geometry.most_layers if rows is not None else 0
         sizes = {"ahead_layers": layers, "step_tokens": engine.step_tokens, "leaves": engine.leaves}
+        sizes["step_rows"] = engine.pass_rows or 1
         deadline_s = config.load_deadline_ms / 1000
         costs = self.costs = Costs(
             store, deadline_s, config.compute_if_sooner, **sizes, clock=clock
@@ -308,9 +309,7 @@ class Scheduler:
         Args:
             local: tokens that are in HBM already.
         """
-        audit = self.store.audit
-        if audit is not None and audit.take_reset():
-            self._watch.doubt()
+        self._heed_audit()
         if self._watch.must_wait():
             return Cause.RESET_UNCHECKED, True
         if self.store.is_distrusted:
@@ -363,6 +362,7 @@ class Scheduler:
 
     def build_step(self, output: SchedulerOutput) -> StepPlan:
         self._offers.end_schedule(self._stats, is_empty=not output.num_scheduled_tokens)
+        self._heed_audit()
         if self._queue is not None:
             self._queue.on_step(output, self.requests)
         if output.preempted_req_ids:
@@ -397,8 +397,7 @@ class Scheduler:
         plan.passes = passes
         plan.may_replay = self._engine.replays(output.num_scheduled_tokens.values())
         self.first_tokens.planned(plan.number)
-        if self._watch.is_wanted:
-            self._watch.add_to(plan, self.store.num_named)
+        self._watch.add_to(plan, output.total_num_scheduled_tokens, self.store.num_named)
         if self._has_adapters:
             plan.adapters = self.adapters.plan(plan.number, output.num_scheduled_tokens)
             plan.checks = self._checks(plan.number, output.num_scheduled_tokens)
@@ -518,6 +517,20 @@ class Scheduler:
                 state.be_of_weights(self.namespace)
                 state.computing.is_outdated |= self._watch.hbm_is_mixed
         self._save_anew()
+
+    def _heed_audit(self) -> None:
+        """Nothing is saved that may have been computed behind what an audit has removed: requests
+        have loaded that before, and vLLM gives their blocks to others."""
+        audit = self.store.audit
+        if audit is None:
+            return
+        if audit.take_reset():
+            self._watch.doubt()
+        if audit.take_removed():
+            self._watch.hbm_is_mixed = True
+            for state in self.requests.values():
+                has_others = state.computing.first > 0 or state.offered is not None
+                state.computing.is_outdated |= has_others
 
     def _on_adapters(self, report: StepReport) -> None:
         """Ranks have said what the adapters were in that step.

@@ -18,7 +18,7 @@ A copy is found by none: no look-up, no tier and no sibling. Of each rank its ow
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -37,14 +37,12 @@ from attnstore_vllm.store.trial import TierTrial
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
 from attnstore_vllm.tiers.tier_io import TierIo
-from attnstore_vllm.types import Event, Key
+from attnstore_vllm.types import Event
 
 logger = logging.getLogger(__name__)
 
 COPIES_MAX, COPIES_PART = 64, 8
 """Copies at a time: so many, and one slot of DRAM in so many, at most."""
-REMOVED_MAX = 4096
-"""So many chunks that went are remembered."""
 SLICE_S = 0.002
 """The store's thread goes back to its tiers after so long, or a layer that takes longer."""
 
@@ -88,6 +86,7 @@ class Auditor:
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
         thread."""
         self.was_reset = False
+        self.has_removed = False
         """It has, and workers have not been asked to look at the weights since."""
         self._stop_after = config.stop_after
         self._aside = aside
@@ -104,8 +103,6 @@ class Auditor:
         self._hits = AuditedHits()
         self._leaving: list[Chunk] = []
         """Locked. Wrong chunks, dropped and held, of which a write is under way."""
-        self._removed: OrderedDict[Key, None] = OrderedDict()
-        """Locked. See refuses()."""
         self._bad_hits: set[int] = set()
         self._explained: int | None = None
         """The hit whose cause was looked for last. That costs as much as two comparisons."""
@@ -140,6 +137,13 @@ class Auditor:
         if not self.was_reset:
             return False
         self.was_reset = False
+        return True
+
+    def take_removed(self) -> bool:
+        """Whether this has removed chunks since the last call. On the scheduler's thread."""
+        if not self.has_removed:
+            return False
+        self.has_removed = False
         return True
 
     def begin(
@@ -294,18 +298,7 @@ class Auditor:
             self._leaving.append(chunk)
         self._forget(chunk)
         self.context.residency.drop(chunk)
-        self._removed[chunk.name.key] = None
-        while len(self._removed) > REMOVED_MAX:
-            self._removed.popitem(last=False)
-
-    def refuses(self, key: Key, *, again: bool) -> bool:
-        """Locked. Whether a chunk is not to be saved: it was removed, and who had loaded it before
-        has it in HBM, where vLLM gives it to others.
-
-        Args:
-            again: its request has computed it.
-        """
-        return not again and key in self._removed
+        self.has_removed = True
 
     def _forget(self, chunk: Chunk) -> None:
         for io in self._tiers:

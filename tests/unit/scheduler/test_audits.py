@@ -310,12 +310,17 @@ def test_what_an_audit_has_removed_is_not_saved_by_who_has_loaded_it(
     world.finish(loads)
     world.end_step()
     assert index.get(names[3].key) is None
-    again = world.asks([*tokens, *range(9500, 9500 + CHUNK)], "hits vLLM's cache", LENGTH - 1)
+    behind = [*tokens, *range(9500, 9500 + 2 * CHUNK)]
+    again = world.asks(behind, "hits vLLM's cache", LENGTH - 1)
     world.end_step(again)
     world.finish(again)
     world.end_step()
+    part = tokens[: 3 * CHUNK + BLOCK + 3]
+    world.serves(part, "a part of it", 3 * CHUNK + BLOCK)
     assert index.get(names[3].key) is None
+    assert world.serves(part, "finds no part") == 3 * CHUNK
     assert world.serves(tokens, "computes") == 3 * CHUNK
+    assert world.serves(behind, "finds nothing behind it") == LENGTH // CHUNK * CHUNK
     assert world.serves(tokens, "finds") == LENGTH - 1, "it was computed anew"
 
 

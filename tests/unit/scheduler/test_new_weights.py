@@ -164,12 +164,20 @@ def test_weights_that_cannot_be_seen_lose_all_at_a_pause(world: World) -> None:
     assert world.resets == 1
 
 
-def test_what_vllm_has_kept_over_new_weights_is_saved_under_no_name(world: World) -> None:
+@pytest.mark.parametrize("is_served", [True, False])
+def test_what_vllm_has_kept_over_new_weights_is_saved_under_no_name(
+    world: World, is_served: bool
+) -> None:
     """A reset fails in vLLM as long as a request runs: what it has is of the weights of before. A
-    plain one that succeeds later says nothing of it, since the weights are the same by then."""
+    plain one that succeeds later says nothing of it, since the weights are the same by then. The
+    running request may be one that the store leaves alone, with a reset before it that no other
+    has noticed."""
+    if not is_served:
+        world.empty_hbm()
     running = world.request("running", range(500, 500 + CHUNK + 1))
-    world.come(running)
-    world.start(running, world.answer(running))
+    if is_served:
+        world.come(running)
+        world.start(running, world.answer(running))
     world.end_step(running)
     world.look = Seen.CHANGED, OTHERS
     assert world.side.reset()
@@ -183,7 +191,7 @@ def test_what_vllm_has_kept_over_new_weights_is_saved_under_no_name(world: World
     world.start(late, 0)
     late.num_computed_tokens = CHUNK
     world.end_step(late, running)
-    world.finish(late, running)
+    world.finish(late, *[running] * is_served)
     world.end_step()
     world.empty_hbm()
     assert world.found("after the reset", tokens) == 0
