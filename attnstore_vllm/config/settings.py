@@ -55,9 +55,9 @@ DRAM_CODECS = (NONE, "lossless")
 Sharing = Literal["everyone", "salted"]
 """Who shares KV: all requests without a cache_salt with each other, and those of one salt; or the
 latter alone."""
-RecomputeBy = Literal["first", "deviation"]
+RecomputeBy = Literal["auto", "first", "deviation"]
 """Which tokens of documents are computed anew: each document's first ones, or those whose K differs
-most from what is loaded."""
+most from what is loaded. `auto`: by the model's depth (scheduler/documents.py)."""
 
 
 def _sharing(key: str, value: object) -> Sharing:
@@ -68,10 +68,10 @@ def _sharing(key: str, value: object) -> Sharing:
 
 
 def _recompute_by(value: object) -> RecomputeBy:
-    for known in ("first", "deviation"):
+    for known in ("auto", "first", "deviation"):
         if value == known:
             return known
-    raise ConfigError(f"truncation.recompute_by is {value!r}; it must be first or deviation")
+    raise ConfigError(f"truncation.recompute_by is {value!r}; it must be auto, first or deviation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +229,7 @@ class TruncationConfig:
     """KV of a prompt's parts is found anywhere, with gaps."""
     recompute: float = 0.15
     """The share of documents that is computed anew."""
-    recompute_by: RecomputeBy = "deviation"
+    recompute_by: RecomputeBy = "auto"
     """Which of their tokens."""
     recompute_last: int = 0
     """The last so many moved tokens before a prompt's new part are computed."""
@@ -252,7 +252,7 @@ class TruncationConfig:
             shared_by=_sharing("truncation.share", given.get("share", "salted")),
             documents=parse_switch("truncation.documents", given.get("documents", False)),
             recompute=_recompute(given.get("recompute", 0.15)),
-            recompute_by=_recompute_by(given.get("recompute_by", "deviation")),
+            recompute_by=_recompute_by(given.get("recompute_by", "auto")),
             recompute_last=parse_integer(
                 "truncation.recompute_last", given.get("recompute_last", 0), 0, 65_536
             ),

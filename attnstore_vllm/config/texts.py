@@ -248,10 +248,11 @@ SETTINGS = (
         "Set off where the first token counts more than an answer's words.",
     ),
     Setting(
-        "truncation.recompute_by", "deviation", "first, deviation",
+        "truncation.recompute_by", "auto", "auto, first, deviation",
         "Which tokens of documents are computed anew. `first` takes the first ones of each. "
-        "`deviation` computes two layers of all, and takes those whose K differs most.",
-        "Set first for models of few layers, of which two are much.",
+        "`deviation` looks at two layers of all, and takes those whose K differs most. `auto` "
+        "takes deviation for models of 20 layers or more, and first for others.",
+        "Set first where the first token counts more than an answer's words.",
     ),
     Setting(
         "truncation.recompute_last", "0", "tokens, 0 to 65536",

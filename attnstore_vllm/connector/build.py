@@ -90,6 +90,7 @@ from attnstore_vllm.preflight import (
     machine_errors,
     remove_file_of_other_part,
 )
+from attnstore_vllm.scheduler.documents import settled
 from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.scheduler import Scheduler
@@ -408,6 +409,8 @@ def _scheduler(
             config.dram_codec,
         )
     codec = _codec(config, geometry, ranks)
+    if config.truncation is not None:
+        config = replace(config, truncation=settled(config.truncation, geometry.most_layers))
     slab, device, disk = _open_slab(vllm_config, config, geometry, pool, namespace, codec)
     info = own_version(), vllm.__version__, disk, config.eviction
     engine = facts_of(vllm_config, kv_cache_config, geometry, ranks, config.audit, info)

@@ -4,10 +4,13 @@ the documents' own.
 
 Which of their own may be said by the plan, or be chosen by how far K in the second layer is from
 what was loaded (CacheBlend, EuroSys'25). K of the first layer depends on a token and its place
-alone. So a pass over all tokens is ended behind the second layer, and its K compared:
+alone. So a pass over all tokens is ended in the second layer, once its K is written:
 
-    compare    two layers of all tokens -> how far each token's K is off
-    compute    gaps, and the tokens that are furthest off, in the order of their positions
+    compare    a layer of all tokens, and K of the next -> how far each token's K is off
+    compute    gaps, and the groups of tokens that are furthest off, in the order of their positions
+
+Tokens are chosen in groups of neighbours: a row of the batch for each token alone costs more than
+the token does.
 
 All ranks choose the same tokens: each adds what its heads say, and takes the first rank's choice.
 """
@@ -16,16 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from attnstore_vllm.connector.own_pass import OwnPass
-from attnstore_vllm.transfer.plan import PassPlan, Selection, TokenRun
+from attnstore_vllm.transfer.plan import CHOSEN_TOGETHER, PassPlan, Selection, TokenRun
 
 
 class _IsComparedError(Exception):
-    """Ends a pass behind the compared layer."""
+    """Ends a pass in the compared layer."""
 
 
 @dataclass(slots=True)
@@ -52,8 +56,10 @@ class DocumentPasses:
         self._own: OwnPass | None = None
         self._compared: dict[str, _Compared] = {}
         """By request, from its first pass to its last load."""
-        self._ends_behind: str | None = None
-        """The layer behind which the running pass ends; None: it computes all."""
+        self._ends_in: str | None = None
+        """The layer in which the running pass ends; None: it computes all."""
+        self._attends = False
+        """Whether it ends behind that layer's attention, and not before."""
 
     def compute(self, plan: PassPlan) -> None:
         """Write KV of the plan's tokens to the request's blocks. Raises: what the model raises."""
@@ -65,9 +71,14 @@ class DocumentPasses:
         else:
             self._compare(own, plan)
 
+    def layer_reached(self, layer: str) -> None:
+        """The running pass is about to attend in this layer."""
+        if layer == self._ends_in and not self._attends:
+            raise _IsComparedError
+
     def layer_computed(self, layer: str) -> None:
         """The running pass has attended in this layer."""
-        if layer == self._ends_behind:
+        if layer == self._ends_in:
             raise _IsComparedError
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -78,17 +89,19 @@ class DocumentPasses:
     def _compare(self, own: OwnPass, plan: PassPlan) -> None:
         compared = self._compared.setdefault(plan.request_id, _Compared())
         (blocks,) = plan.block_ids
-        for run in plan.runs:
+        layer = own.compared_layer()
+        self._attends = not own.writes_first(layer)
+        for part in chain.from_iterable(own.slices([run]) for run in plan.runs):
+            (run,) = part
             positions = range(run.start, run.stop)
             loaded = own.keys(positions, blocks).float()
-            for part in own.slices([run]):
-                self._ends_behind = own.compared_layer()
-                try:
-                    own.compute(part, plan.block_ids)
-                except _IsComparedError:
-                    pass
-                finally:
-                    self._ends_behind = None
+            self._ends_in = layer
+            try:
+                own.compute(part, plan.block_ids)
+            except _IsComparedError:
+                pass
+            finally:
+                self._ends_in = None
             off = (own.keys(positions, blocks).float() - loaded).square()
             compared.off_by.append(off.flatten(1).sum(1))
             compared.token_ids |= dict(zip(positions, run.token_ids, strict=True))
@@ -106,18 +119,23 @@ class DocumentPasses:
 def choose(
     off_by: Sequence[torch.Tensor], positions: Sequence[int], selection: Selection
 ) -> list[int]:
-    """The positions of all tokens in gaps, and of those of documents that are furthest off.
+    """The positions of all tokens in gaps, and of the groups of documents that are furthest off.
 
     Args:
         off_by: of this rank's heads, of the tokens at `positions`.
+        positions: in their order.
     """
     ranks = get_tp_group()
     distances = ranks.all_reduce(torch.cat(list(off_by)))
     in_gaps = {at for gap in selection.gaps for at in gap}
     of_documents = [n for n, at in enumerate(positions) if at not in in_gaps]
     at = torch.tensor(of_documents, device=distances.device)
-    number = min(selection.num_chosen, len(of_documents))
-    found = ranks.broadcast(at[distances[at].topk(number).indices], src=0)
+    groups = torch.tensor([positions[n] // CHOSEN_TOGETHER for n in of_documents], device=at.device)
+    _, groups = groups.unique(return_inverse=True)
+    sums = distances.new_zeros(len(positions)).index_add(0, groups, distances[at])
+    # Stable, so that a group's tokens stay together. The last group may be cut.
+    furthest = sums[groups].argsort(descending=True, stable=True)[: selection.num_chosen]
+    found = ranks.broadcast(at[furthest], src=0)
     return sorted(in_gaps | {positions[n] for n in found.tolist()})
 
 

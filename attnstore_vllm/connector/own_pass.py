@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.offload import OffloadConfig
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
@@ -40,6 +41,8 @@ class PassGroup:
     """Blocks of the kernels in one of vLLM's."""
     builder: AttentionMetadataBuilder[Any]
     """Our own: vLLM's has buffers that the running step uses."""
+    writes_first: bool
+    """Layers write their KV before they wait for what is loaded; else where they attend."""
 
 
 def why_no_passes(config: VllmConfig, num_groups: int) -> str | None:
@@ -54,29 +57,42 @@ def why_no_passes(config: VllmConfig, num_groups: int) -> str | None:
         "it has LoRA adapters": config.lora_config is not None,
         "it has drafts": config.speculative_config is not None,
         "its model takes pictures or sounds": model.is_multimodal_model,
+        "its prompts may be embeddings": model.enable_prompt_embeds,
+        # A pass that ends within the model, or fails there, leaves their buffers to other layers.
+        "its weights are offloaded": _offloads(config.offload_config),
         "it has several KV cache groups": num_groups > 1,
         "it has windows": model.get_sliding_window() is not None,
     }
     return next((reason for reason, is_so in facts.items() if is_so), None)
 
 
+def _offloads(config: OffloadConfig) -> bool:
+    return config.uva.cpu_offload_gb > 0 or config.prefetch.offload_group_size > 0
+
+
 def make_own_pass(
     config: VllmConfig, kv_cache_config: KVCacheConfig, layers: Mapping[str, Any], model: nn.Module
 ) -> OwnPass:
     """Args:
-    layers: that keep KV, by name.
+        layers: that keep KV, by name.
+
+    Raises: NotImplementedError where layers of a group attend in other ways than its first.
     """
     kv_caches: dict[str, torch.Tensor] = {name: layer.kv_cache for name, layer in layers.items()}
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         names, of_vllm = list(group.layer_names), group.kv_cache_spec
         first = kv_caches[names[0]]
+        kinds = {(layers[name].get_attn_backend(), layers[name].num_heads) for name in names}
+        if len(kinds) > 1:
+            raise NotImplementedError(f"layers of a KV cache group attend in {len(kinds)} ways")
         parts = max(first.shape[:2]) // kv_cache_config.num_blocks
         spec = replace(of_vllm, block_size=of_vllm.block_size // parts)
-        builder = layers[names[0]].get_attn_backend().get_builder_cls()
+        backend = layers[names[0]].get_attn_backend()
         with set_current_vllm_config(config):  # some builders ask for it
-            made = builder(spec, names, config, first.device)
-        groups.append(PassGroup(spec, tuple(names), parts, made))
+            made = backend.get_builder_cls()(spec, names, config, first.device)
+        writes_first = not backend.forward_includes_kv_cache_update
+        groups.append(PassGroup(spec, tuple(names), parts, made, writes_first))
     limits = config.scheduler_config
     return OwnPass(
         config,
@@ -137,13 +153,17 @@ class OwnPass:
         """The second layer: K of the first is the same wherever a token stands."""
         return list(self._kv_caches)[1]
 
+    def writes_first(self, layer: str) -> bool:
+        """Whether the layer's KV is written when it waits for what is loaded."""
+        return self._group_of(layer).writes_first
+
     def keys(self, positions: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
         """A copy of K of these tokens in the compared layer; of latent KV all of it.
 
         Returns: [tokens, heads, half of the content], or [tokens, content].
         """
         name = self.compared_layer()
-        group = next(group for group in self._groups if name in group.layers)
+        group = self._group_of(name)
         at = self._tensor(positions).to(torch.int64)
         size, kv = group.spec.block_size, self._kv_caches[name]
         found = self._table(group, blocks)[at // size].to(torch.int64)
@@ -194,6 +214,9 @@ class OwnPass:
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
+
+    def _group_of(self, layer: str) -> PassGroup:
+        return next(group for group in self._groups if layer in group.layers)
 
     def _table(self, group: PassGroup, blocks: Sequence[int]) -> torch.Tensor:
         table = self._tensor(blocks)

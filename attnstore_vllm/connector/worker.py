@@ -384,6 +384,8 @@ class Worker:
         """Make a pass between a request's documents. Where it fails the request is computed; but of
         several ranks the others wait in it, and would take this one's next step for its part."""
         assert self.passes is not None
+        if self.loads.has_failed(passing.request_id):
+            return  # what its other passes would say of its tokens is not whole
         self._is_own_pass = True
         try:
             self.passes.compute(passing)
@@ -405,6 +407,8 @@ class Worker:
         if index is not None:
             self._hooked.add(layer)
             self.loads.wait_layer(index)
+        if self.passes is not None and self._is_own_pass:
+            self.passes.layer_reached(layer)
 
     def layer_computed(self, layer: str) -> None:
         if self.passes is not None and self._is_own_pass:

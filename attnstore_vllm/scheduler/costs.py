@@ -29,7 +29,7 @@ from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import SchedulerOutput
 from attnstore_vllm.store.store import Store
-from attnstore_vllm.transfer.plan import PassPlan
+from attnstore_vllm.transfer.plan import CHOSEN_TOGETHER, PassPlan
 from attnstore_vllm.types import Cause, Clock
 
 BEYOND_MAX = 64
@@ -53,7 +53,7 @@ class Costs:
         load_deadline_s: how long a request waits for its chunks to come up from NVMe, at most.
         computes_if_sooner: else what is stored is loaded, even if that is slower.
         ahead_layers: of the model, where loads run beside it; else 0.
-        step_tokens: what a step computes of one prompt, at most.
+        step_tokens, step_rows: what a step computes, at most: tokens, sequences.
         leaves: tokens that a long load leaves to compute, at least (EngineFacts).
     """
 
@@ -65,6 +65,7 @@ class Costs:
         *,
         ahead_layers: int = 0,
         step_tokens: int = 1 << 30,
+        step_rows: int = 1 << 30,
         leaves: int = 1,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -77,7 +78,7 @@ class Costs:
         self._copies = CopyCost()
         self._loads = LoadRate()
         self.ahead_layers = ahead_layers
-        self._step_tokens = step_tokens
+        self._step_tokens, self._step_rows = step_tokens, step_rows
         self._leaves = leaves
 
     # ---- steps -------------------------------------------------------------------------
@@ -178,7 +179,11 @@ class Costs:
         stop = pieces[-1].stop
         gaps = gaps_of(pieces, start, stop)
         computing = sum(self._steps.seconds(gap.start, gap.stop) for gap in gaps)
-        num_passes = 1 + sum(map(len, gaps)) // self._step_tokens
+        num_tokens, rows = sum(map(len, gaps)), len(gaps)
+        if chosen is not None:
+            num_tokens += chosen.num_tokens
+            rows += chosen.num_tokens // CHOSEN_TOGETHER
+        num_passes = 1 + max(num_tokens // self._step_tokens, rows // self._step_rows)
         loading = self._loads.seconds(num_bytes) if self._loads.is_known else 0.0
         more = num_passes * self._steps.parts()[0]
         all_s = self._steps.seconds(start, stop)

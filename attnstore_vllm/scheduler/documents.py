@@ -5,9 +5,9 @@ workers in passes of our own (connector/document_passes.py).
     vLLM gives blocks up to the end of the last document, and waits
         step 1: documents are loaded    step 2 ...: gaps are computed    last: received
 
-A step's passes have what its own tokens leave of vLLM's budget: others wait for them no longer than
-for a chunked prefill of as many tokens. Which tokens is decided here, so that all ranks compute the
-same in the same step. Where tokens are chosen by their K, how many is.
+A step's passes have what its own tokens leave of vLLM's budget, and are few: others wait for them
+no longer than for a chunked prefill of as many tokens. Which tokens is decided here, so that all
+ranks compute the same in the same step. Where tokens are chosen by their K, how many is.
 """
 
 from __future__ import annotations
@@ -16,26 +16,37 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from attnstore_vllm.config.settings import TruncationConfig
+from attnstore_vllm.config.settings import RecomputeBy, TruncationConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.scheduler.costs import Chosen
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import Tables
-from attnstore_vllm.transfer.plan import PassPlan, Selection, TokenRun
+from attnstore_vllm.transfer.plan import CHOSEN_TOGETHER, PassPlan, Selection, TokenRun
 from attnstore_vllm.types import Cause, Clock
 
 COMPARED_LAYERS = 2
 """Layers that are computed of all tokens, to choose some. K of the first does not differ."""
+DEEP_LAYERS = 20
+"""With so many it pays to choose: the compared layers are a tenth of the model at most."""
+PASSES_MAX = 2
+"""Passes in one step: each reads the model's weights once, whatever it computes, as a step does."""
 FULL_STEPS_MAX = 4
 """Steps in a row that leave no room for passes. Then there is one in spite of it, as there would be
 for a prompt that vLLM computes in parts."""
 
 PASSES_DEADLINE_S = 30.0
 """How long the passes of a request may take, from their first step on; then it is computed."""
+
+
+def settled(config: TruncationConfig, layers: int) -> TruncationConfig:
+    """With what recompute_by means for a model of so many layers: first, or deviation."""
+    least = {"auto": DEEP_LAYERS, "first": math.inf, "deviation": COMPARED_LAYERS + 1}
+    by: RecomputeBy = "deviation" if layers >= least[config.recompute_by] else "first"
+    return replace(config, recompute_by=by)
 
 
 @dataclass(slots=True)
@@ -59,10 +70,11 @@ class _Gaps:
 
 @dataclass(slots=True)
 class _Room:
-    """Tokens and rows that a step has left for passes."""
+    """What a step has left for passes: tokens, rows of each, and how many there may be."""
 
     tokens: int
     rows: int
+    passes: int = PASSES_MAX
 
 
 class Documents:
@@ -70,6 +82,7 @@ class Documents:
 
     Args:
         engine: says what a pass may have; of vLLM's own step as many tokens are taken away.
+        config: settled.
         layers: that are loaded before a request is received.
     """
 
@@ -84,8 +97,7 @@ class Documents:
         self._plans = plans
         self._step_tokens, self._step_rows = engine.pass_tokens, engine.pass_rows
         config = config or TruncationConfig()
-        chooses = config.recompute_by == "deviation" and layers > COMPARED_LAYERS
-        self._chosen_share = config.recompute if chooses else 0.0
+        self._chosen_share = config.recompute if config.recompute_by == "deviation" else 0.0
         self._layers = layers
         self._clock = clock
         self._open: dict[str, _Gaps] = {}
@@ -162,22 +174,24 @@ class Documents:
 
     def _passes(self, found: _Gaps, room: _Room) -> Iterator[PassPlan]:
         request_id, block_ids = found.state.request.request_id, found.block_ids
-        if found.compared and room.tokens > 0:
+        if found.compared and room.tokens > 0 and room.passes > 0:
+            room.passes -= 1
             most = room.tokens * self._layers // COMPARED_LAYERS
             ranges = _take(found.compared, most, room.rows)
             room.tokens -= -(-sum(map(len, ranges)) * COMPARED_LAYERS // self._layers)
             selection = Selection(found.gaps, found.num_chosen, range(0))
             yield PassPlan(request_id, _runs(found, ranges), block_ids, selection)
-        ranges = _take(found.left, room.tokens, room.rows) if not found.compared else []
-        room.tokens -= sum(map(len, ranges))
-        if not found.num_chosen:
-            room.rows -= len(ranges)
-            if ranges:
-                yield PassPlan(request_id, _runs(found, ranges), block_ids)
+        if found.compared or room.tokens <= 0 or room.passes <= 0:
             return
-        for part in ranges:
-            selection = Selection(found.gaps, found.num_chosen, part)
+        room.passes -= 1
+        if not found.num_chosen:
+            ranges = _take(found.left, room.tokens, room.rows)
+            yield PassPlan(request_id, _runs(found, ranges), block_ids)
+        else:
+            ranges = _take(found.left, min(room.tokens, room.rows * CHOSEN_TOGETHER), 1)
+            selection = Selection(found.gaps, found.num_chosen, ranges[0])
             yield PassPlan(request_id, (), block_ids, selection)
+        room.tokens -= sum(map(len, ranges))
 
     def _received(self, found: _Gaps, stats: StepStats, *, is_late: bool) -> None:
         """With an empty last part vLLM hears that the request is loaded, or that it has failed."""

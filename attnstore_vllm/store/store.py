@@ -437,8 +437,6 @@ class Store:
             pin_s: how long it is to be pinned, if it is stored and its tenant's share allows.
         """
         with self._lock:
-            if self.audit is not None and self.audit.refuses(name.key, again=again):
-                return None
             self.residency.now = self._clock()
             chunk = self.residency.begin_save(
                 name,
@@ -479,14 +477,10 @@ class Store:
                 names, runs = names[len(begun) :], runs[len(begun) :]
             num_new = index.num_missing(names)
             for name, run in zip(names, runs, strict=True):
-                again = name.position >= again_from
-                if self.audit is not None and self.audit.refuses(name.key, again=again):
-                    begun.append(None)
-                    continue
                 chunk = self.residency.begin_save(
                     name,
                     run,
-                    again=again,
+                    again=name.position >= again_from,
                     dram_only=dram_only,
                     waits=True,
                     yields=yields,
@@ -531,8 +525,10 @@ class Store:
         return self.audit is not None and self.audit.is_stopped
 
     def num_stored(self, keys: Sequence[Key]) -> int:
-        """How many chunks with these keys there are up to the last one that is stored. Cost: a look
-        at each that is missing behind it."""
+        """How many chunks with these keys there are up to the last one that is stored.
+
+        Cost: a look at each that is missing behind it.
+        """
         with self._lock:
             number = len(keys)
             while number and self.residency.index.get(keys[number - 1]) is None:

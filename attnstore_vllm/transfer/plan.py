@@ -111,9 +111,14 @@ class TokenRun(NamedTuple):
         return self.start + len(self.token_ids)
 
 
+CHOSEN_TOGETHER = 4
+"""Neighbours among tokens of documents that are chosen together. 400 tokens, each alone in its row
+of a pass, cost a third more than as many in few rows (benchmarks/micro/own_pass.py)."""
+
+
 class Selection(NamedTuple):
     """Which tokens of its documents a request computes anew: those whose K differs most from what
-    was loaded (connector/selection.py)."""
+    was loaded (connector/document_passes.py)."""
 
     gaps: tuple[range, ...]
     """Tokens between the documents, which are all computed."""

@@ -107,6 +107,10 @@ class Loads:
         """A pass of our own has not computed what lies between this request's documents."""
         self._broken.add(request_id)
 
+    def has_failed(self, request_id: str) -> bool:
+        """Whether a copy or a pass of this request has failed, of which vLLM has not heard."""
+        return request_id in self._broken
+
     def mark(self) -> None:
         """Loads ahead of this step come after what the model has been given by now, and not after
         the forward pass: vLLM begins them when that was launched."""

@@ -34,6 +34,7 @@ from random import Random
 from typing import Any
 
 from attnstore_lab.testing.family_models import FAMILIES as MODELS
+from attnstore_lab.testing.tiny_model import TINY
 from benchmarks.rounding import CANDIDATES, bound, drift
 from tests.vllm.engine import BLOCK, Answer, Engine, EngineSpec, candidates
 from tests.vllm.host import EngineHost
@@ -48,7 +49,14 @@ PLAYING: dict[str, Any] = {
         "scheduling_policy": "priority",
     },
 }  # fmt: skip
-DOCUMENTS: dict[str, Any] = {"truncation": {"share": "everyone", "documents": True}}
+DEEP = replace(TINY, layers=4)
+"""A model whose tokens of documents can be chosen by two layers of it."""
+DOCUMENTS: dict[str, Any] = {
+    "shape": DEEP, "dram": "8MiB", "nvme": "32MiB",
+    "settings": {
+        "truncation": {"share": "everyone", "documents": True, "recompute_by": "deviation"}
+    },
+}  # fmt: skip
 DRAFTS = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -399,7 +407,8 @@ def soak(directory: Path, models: Path, options: argparse.Namespace) -> tuple[Ve
         # vLLM drafts for greedy and drawn requests alike.
         playing["vllm"] = {**playing["vllm"], "speculative_config": DRAFTS}
     if options.documents:
-        playing["settings"] = DOCUMENTS
+        playing |= DOCUMENTS
+        reading["shape"] = DEEP
     deadline_s = 60.0 + 20.0 * options.requests
     spec = EngineSpec(store=directory / "store", models=models, **playing)
     with EngineHost(spec, directory / "log", call_deadline_s=deadline_s) as host:

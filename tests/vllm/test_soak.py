@@ -45,13 +45,13 @@ def test_soak(start_engine: StartEngine, models: Path) -> None:
 @pytest.mark.long
 def test_soak_of_documents(start_engine: StartEngine, models: Path) -> None:
     """Exact requests go on from those that have documents in an order of their own."""
-    host = start_engine(**{**soak.PLAYING, "settings": soak.DOCUMENTS})
+    host = start_engine(**{**soak.PLAYING, **soak.DOCUMENTS})
     played = host.call(soak.play, SEED, REQUESTS, documents=True)
     faulty = {}
     for fault in OF_DOCUMENTS:
         host.call(soak.forget)
         faulty[fault] = host.call_with_fault(fault, soak.play, SEED, REQUESTS, documents=True)
-    reference = start_engine(**soak.REFERENCE)
+    reference = start_engine(**soak.REFERENCE, shape=soak.DEEP)
     verdict = soak.judge(reference, played.jobs)
 
     assert verdict.wrong == []

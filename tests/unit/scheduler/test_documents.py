@@ -4,22 +4,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from attnstore_vllm.config.settings import TruncationConfig
+from attnstore_vllm.config.settings import RecomputeBy, TruncationConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.prefix import gaps_of
 from attnstore_vllm.scheduler.documents import (
     COMPARED_LAYERS,
+    DEEP_LAYERS,
     FULL_STEPS_MAX,
     PASSES_DEADLINE_S,
+    PASSES_MAX,
     Documents,
+    settled,
 )
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans
+from attnstore_vllm.transfer.plan import CHOSEN_TOGETHER
 
 LAYERS = 8
 GAPS = [range(10), range(40, 52), range(90, 91)]
@@ -135,12 +140,44 @@ def test_two_layers_of_all_are_compared_before_some_are_chosen(tokens: int, rows
     assert plans.received == ["a"]
 
 
-def test_a_model_of_two_layers_chooses_none() -> None:
+@pytest.mark.parametrize(
+    ("given", "layers", "means"),
+    [
+        ("auto", DEEP_LAYERS - 1, "first"), ("auto", DEEP_LAYERS, "deviation"),
+        ("first", 80, "first"), ("deviation", COMPARED_LAYERS, "first"),
+        ("deviation", COMPARED_LAYERS + 1, "deviation"),
+    ],
+)  # fmt: skip
+def test_which_tokens_a_model_of_so_many_layers_computes(
+    given: RecomputeBy, layers: int, means: RecomputeBy
+) -> None:
+    config = TruncationConfig(documents=True, recompute=0.3, recompute_by=given)
+    assert settled(config, layers) == replace(config, recompute_by=means)
+
+
+def test_a_step_has_few_passes_however_many_requests_wait() -> None:
     plans = Plans()
-    documents = Documents(
-        cast("OpenPlans", plans), EngineFacts(pass_tokens=64, pass_rows=9), CHOOSES, COMPARED_LAYERS
-    )
-    assert documents.chosen(100) is None
+    documents = begun(plans, 1000, 99)
+    for number in range(2, 9):
+        documents.begin(state_of(str(number)), number, [range(3)], ((4, 5),), range(30))
+    plans.open.clear()
+    while documents.is_open:
+        assert 0 < len(documents.plan(0, StepStats())) <= PASSES_MAX
+    assert plans.received == ["a", *map(str, range(2, 9))]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_chosen_tokens_fit_the_rows_of_a_pass(rows: int) -> None:
+    """They stand in groups, each in a row."""
+    plans = Plans()
+    documents = begun(plans, 1000, rows, CHOOSES)
+    plans.open.clear()
+    parts = []
+    while documents.is_open:
+        found = [one.selection for one in documents.plan(0, StepStats()) if one.selection]
+        parts += [one.part for one in found if one.part]
+    assert max(map(len, parts)) == rows * CHOSEN_TOGETHER
+    assert sum(map(len, parts)) == 23 + -(-(100 - 23) // 4)
 
 
 def test_the_next_request_has_what_the_first_leaves() -> None:

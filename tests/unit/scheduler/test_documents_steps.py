@@ -36,7 +36,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         )  # fmt: skip
         world = StepWorld(
             monkeypatch, truncation=config, why_not_moved=None, why_no_passes=None,
-            pass_tokens=1024, pass_rows=8, layers=LAYERS,
+            pass_tokens=1024, pass_rows=16, layers=LAYERS,
         )  # fmt: skip
         worlds.append(world)
         world.serve(world.request("shared", [*SHARED, *range(20, 60)]))
