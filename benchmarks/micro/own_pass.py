@@ -11,6 +11,7 @@ and on the same processors; a ratio is of one round.
     none             the gaps alone, a row each: documents are there
     first 15 %       each gap with the first 15 % of the document behind it
     scattered 15 %   as many tokens, most of them alone in their row
+    in groups 15 %   as many tokens, in groups as they are chosen
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tqdm import tqdm
 
 from attnstore_lab.bench.summary import table
 from attnstore_lab.testing.tiny_model import make_model
+from attnstore_vllm.transfer.plan import CHOSEN_TOGETHER
 from benchmarks.documents import END_WORD, FIRST_WORD, GAP, LENGTH, shape_of
 from benchmarks.report import machine
 from benchmarks.server import quiet_cpu_environment
@@ -45,11 +47,16 @@ def parts() -> dict[str, list[range]]:
     share = -(-LENGTH * 15 // 100)
     chosen = Random(3).sample(range(GAP, GAP + LENGTH), share)
     scattered = [at + n for at in starts for n in [*range(GAP), *sorted(chosen)]]
+    firsts = Random(3).sample(
+        range(GAP, GAP + LENGTH, CHOSEN_TOGETHER), -(-share // CHOSEN_TOGETHER)
+    )
+    groups = [first + n for first in sorted(firsts) for n in range(CHOSEN_TOGETHER)][:share]
     return {
         "all": [range(DOCUMENTS * (GAP + LENGTH))],
         "none": [range(at, at + GAP) for at in starts],
         "first 15 %": [range(at, at + GAP + share) for at in starts],
         "scattered 15 %": list(_runs(scattered)),
+        "in groups 15 %": list(_runs([at + n for at in starts for n in [*range(GAP), *groups]])),
     }
 
 
