@@ -384,13 +384,15 @@ class Worker:
         """Make a pass between a request's documents. Where it fails the request is computed; but of
         several ranks the others wait in it, and would take this one's next step for its part."""
         assert self.passes is not None
-        if self.loads.has_failed(passing.request_id):
+        is_alone = self.geometry.num_ranks == 1
+        if is_alone and self.loads.has_failed(passing.request_id):
             return  # what its other passes would say of its tokens is not whole
         self._is_own_pass = True
         try:
             self.passes.compute(passing)
         except _OF_A_MODELS_CODE as error:
-            if self.geometry.num_ranks > 1:
+            # What is not implemented is so on all ranks, before any of them waits for others.
+            if not (is_alone or isinstance(error, NotImplementedError)):
                 raise
             logger.error(
                 "request %s is computed: a pass between its documents failed: %s: %s",

@@ -91,7 +91,7 @@ class Audits:
                     for p in held
                     if audit.compares(p.group)
                 )
-        if is_untried and is_new:
+        if is_untried and is_new and not state.computing.is_outdated:  # else none could be drawn
             audit.put_off(pieces, is_drawn=is_drawn)
         return is_untried or bool(state.audited)
 

@@ -179,11 +179,12 @@ class Costs:
         stop = pieces[-1].stop
         gaps = gaps_of(pieces, start, stop)
         computing = sum(self._steps.seconds(gap.start, gap.stop) for gap in gaps)
-        num_tokens, rows = sum(map(len, gaps)), len(gaps)
+        num_tokens, most = sum(map(len, gaps)), self._step_tokens
+        num_passes = len(gaps) // self._step_rows
         if chosen is not None:
             num_tokens += chosen.num_tokens
-            rows += chosen.num_tokens // CHOSEN_TOGETHER
-        num_passes = 1 + max(num_tokens // self._step_tokens, rows // self._step_rows)
+            most = min(most, self._step_rows * CHOSEN_TOGETHER)
+        num_passes = 1 + max(num_passes, num_tokens // most)
         loading = self._loads.seconds(num_bytes) if self._loads.is_known else 0.0
         more = num_passes * self._steps.parts()[0]
         all_s = self._steps.seconds(start, stop)

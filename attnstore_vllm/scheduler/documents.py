@@ -63,7 +63,7 @@ class _Gaps:
     num_chosen: int = 0
     """See Selection; `left` counts tokens in the order of their positions then."""
     deadline: float | None = None
-    """When the request is computed, if its passes are not over; None: they have not begun."""
+    """When the request is computed, if its passes are not over; None: its load is not over."""
     has_ended: bool = False
     """The request was aborted: nothing more is written to its blocks."""
 

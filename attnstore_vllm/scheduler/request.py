@@ -286,6 +286,7 @@ class RequestState:
         self.counted.why_computed = cause
         if not self.counted.offered:
             self.counted.in_hbm = local
+        self.computing.first = local
         return 0
 
     def load_has_failed(self, cause: Cause) -> None:

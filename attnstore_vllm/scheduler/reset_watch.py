@@ -51,6 +51,8 @@ class ResetWatch:
         """A request waits for the look."""
         self._asked: int | None = None
         """The step in which the workers look."""
+        self._was_new_when_asked = False
+        """_hbm_is_new then: what steps behind it compute is of the weights that it sees."""
         self._num_asked = self._num_named = 0
         """Store.num_named before the look that was asked for last, and before the last that has
         come. The weights of the latter are known."""
@@ -103,6 +105,7 @@ class ResetWatch:
         if self.is_wanted and self._asked is None:
             plan.looks_at_weights = True
             self._asked, self._num_asked = plan.number, num_named
+            self._was_new_when_asked = self._hbm_is_new
         self.is_wanted = False
         self._hbm_is_new &= not num_scheduled or plan.looks_at_weights
 
@@ -120,7 +123,8 @@ class ResetWatch:
         is_awaited = self._asked is not None and report.number == self._asked
         if is_awaited:
             self._in_doubt, self._asked = False, None
-        was_reset, hbm_is_new = self._was_reset, self._hbm_is_new
+        was_reset = self._was_reset
+        hbm_is_new = self._was_new_when_asked if is_awaited else self._hbm_is_new
         if report.weights is Seen.NOTHING:
             return LookResult.NOTHING_NEW
         self._was_reset = False

@@ -310,7 +310,9 @@ class Scheduler:
             local: tokens that are in HBM already.
         """
         self._heed_audit()
-        if self._watch.must_wait():
+        must_wait = self._watch.must_wait()
+        state.computing.is_outdated |= local > 0 and self._watch.hbm_is_mixed
+        if must_wait:
             return Cause.RESET_UNCHECKED, True
         if self.store.is_distrusted:
             return Cause.DISTRUSTED, False
@@ -322,7 +324,6 @@ class Scheduler:
             return state.load_failed, False
         if self._is_left_alone(request):
             return Cause.ADAPTER_NOT_SERVED, False
-        state.computing.is_outdated |= local > 0 and self._watch.hbm_is_mixed
         if request.lora_request is not None:
             state.asked = state.asked or self.adapters.ask()
             adapter, waits = self.adapters.answer(request.lora_request, state.asked)
@@ -375,14 +376,14 @@ class Scheduler:
             request = state.request
             if request.num_computed_tokens + num_scheduled >= request.num_prompt_tokens:
                 self.first_tokens.computes_all(request_id, state.counted)
-            if not state.stores or state.computing.is_outdated:
-                continue
-            state.computing.scheduled_stop = request.num_computed_tokens + num_scheduled
             # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
             # token is beyond num_tokens until it is accepted, and so is never saved.
             computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            if state.audited and state.may_save:
+            if state.audited and state.stores and state.adapter is not None:
                 self.audits.copy(state, computed, self._tables_of(request_id))
+            if not state.stores or state.computing.is_outdated:
+                continue
+            state.computing.scheduled_stop = request.num_computed_tokens + num_scheduled
             has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._tables_of(request_id))
@@ -528,6 +529,7 @@ class Scheduler:
             self._watch.doubt()
         if audit.take_removed():
             self._watch.hbm_is_mixed = True
+            self.rests.clear()
             for state in self.requests.values():
                 has_others = state.computing.first > 0 or state.offered is not None
                 state.computing.is_outdated |= has_others
@@ -591,6 +593,7 @@ class Scheduler:
 
         Returns whether vLLM is to keep the blocks until they are read, and what the response says.
         """
+        self._heed_audit()
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
         if request.lora_request is not None:

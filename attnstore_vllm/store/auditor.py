@@ -298,7 +298,7 @@ class Auditor:
             self._leaving.append(chunk)
         self._forget(chunk)
         self.context.residency.drop(chunk)
-        self.has_removed = True
+        self.has_removed |= not self.trial.is_open(chunk.brought_by)  # no request had that
 
     def _forget(self, chunk: Chunk) -> None:
         for io in self._tiers:
