@@ -589,10 +589,8 @@ class Scheduler:
     def request_finished(
         self, request: Request, block_ids: Tables
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Plan the saves of what is left, the tail included.
-
-        Returns whether vLLM is to keep the blocks until they are read, and what the response says.
-        """
+        """Plan the saves of what is left, the tail included. Returns whether vLLM is to keep the
+        blocks until they are read, and what the response says."""
         self._heed_audit()
         if self._queue is not None:
             self._queue.on_finished(request.request_id)
