@@ -33,7 +33,8 @@ COMPARED_LAYERS = 2
 DEEP_LAYERS = 20
 """With so many it pays to choose: the compared layers are a tenth of the model at most."""
 PASSES_MAX = 2
-"""Passes in one step: each reads the model's weights once, whatever it computes, as a step does."""
+"""Passes in one step. Each reads the model's weights once, as a step does, though it computes
+little."""
 FULL_STEPS_MAX = 4
 """Steps in a row that leave no room for passes. Then there is one in spite of it, as there would be
 for a prompt that vLLM computes in parts."""
@@ -70,7 +71,7 @@ class _Gaps:
 
 @dataclass(slots=True)
 class _Room:
-    """What a step has left for passes: tokens, rows of each, and how many there may be."""
+    """A step's room for passes: tokens, rows of each, and how many there may be."""
 
     tokens: int
     rows: int

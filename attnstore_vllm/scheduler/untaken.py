@@ -55,6 +55,6 @@ class Untaken:
         return None
 
     def _is_on_trial(self, state: RequestState, pieces: list[Piece]) -> bool:
-        """What was computed here may have left DRAM since, and come up with other bytes."""
+        """KV that was computed here may have left DRAM since, and come up with other bytes."""
         audit = self._store.audit
         return audit is not None and state.approximate is None and audit.trial.awaits(pieces)
