@@ -78,7 +78,7 @@ def rows() -> list[str]:
     return [
         _row("First token of later turns, over vLLM alone (demo)", *demo),
         _row(
-            "The same at a light load, where vLLM's own small blocks find nearly all",
+            "Five ShareGPT chats at a light load, where vLLM's own small blocks find nearly all",
             *seeds["all three (95 %)"]["attnstore"],
         ),
         _row(
