@@ -24,13 +24,15 @@ OF_PASS, OF_STEP = 1000.0, 1.0
 PLAN = PassPlan("a", (), ((1,),))
 
 
-def worker_of(rank: int, num_ranks: int, compute: Any) -> Worker:
+def worker_of(rank: int, num_ranks: int, compute: Any, *, has_failed: bool = False) -> Worker:
     """One that has heard the plan of a step with a pass."""
     pool: Any = SimpleNamespace(num_slots=2)
     passes: Any = SimpleNamespace(compute=compute)
     geometry = Geometry(num_ranks, (64,), (Group(4, ("l",)),), 16)
     worker = Worker(pool, rank, geometry, 2, write_buffer_bytes=lambda _: 0, passes=passes)
-    loads: Any = SimpleNamespace(fail=lambda _: None, begin_step=lambda *_, **__: None)
+    loads: Any = SimpleNamespace(
+        fail=lambda _: None, begin_step=lambda *_, **__: None, has_failed=lambda _: has_failed
+    )
     worker.loads = loads
     worker.begin_step(StepPlan(passes=[PLAN]))
     return worker
@@ -88,3 +90,11 @@ def test_only_a_rank_that_is_alone_goes_on(num_ranks: int) -> None:
     else:
         with pytest.raises(RuntimeError, match="on this rank alone"):
             worker.start_load()
+
+
+@pytest.mark.parametrize(("num_ranks", "passes"), [(1, []), (2, [PLAN])])
+def test_one_of_several_ranks_skips_no_pass(num_ranks: int, passes: list[PassPlan]) -> None:
+    """A load that failed there is not known to the others: they would wait in the pass."""
+    made: list[PassPlan] = []
+    worker_of(0, num_ranks, made.append, has_failed=True).start_load()
+    assert made == passes
