@@ -249,8 +249,8 @@ SETTINGS = (
     ),
     Setting(
         "truncation.recompute_by", "auto", "auto, first, deviation",
-        "Which tokens of documents are computed anew. `first` takes the first ones of each. "
-        "`deviation` looks at two layers of all, and takes those whose K differs most. `auto` "
+        "Which tokens of documents are computed anew. `first` takes the first ones of each, and "
+        "`deviation` those whose K differs most, which a look at two layers of all tells. `auto` "
         "takes deviation for models of 20 layers or more, and first for others.",
         "Set first where the first token counts more than an answer's words.",
     ),
