@@ -13,7 +13,7 @@ EVERYDAY = {
     "block", "group", "section", "piece", "key", "neighbours", "peers", "clean", "dirty",
     "held", "pinned", "hit", "miss", "save", "load", "drop", "expiry", "reset", "request",
     "session", "turn", "offer", "run", "visit", "lane", "priority", "lease", "tick", "step",
-    "event", "cause", "tier", "eviction", "low value", "Time to live",
+    "event", "cause", "tier", "eviction", "low value", "Time to live", "hold", "door",
 }  # fmt: skip
 """Terms that a reader knows, or whose words a page also uses with another meaning."""
 _ROW = re.compile(r"^\| (\*\*.*?) \|", re.MULTILINE)
