@@ -376,14 +376,14 @@ class Scheduler:
             request = state.request
             if request.num_computed_tokens + num_scheduled >= request.num_prompt_tokens:
                 self.first_tokens.computes_all(request_id, state.counted)
-            # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
-            # token is beyond num_tokens until it is accepted, and so is never saved.
-            computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
-            if state.audited and state.stores and state.adapter is not None:
-                self.audits.copy(state, computed, self._tables_of(request_id))
             if not state.stores or state.computing.is_outdated:
                 continue
             state.computing.scheduled_stop = request.num_computed_tokens + num_scheduled
+            # Tokens whose ids are known and whose KV is in HBM when this step ends. A draft
+            # token is beyond num_tokens until it is accepted, and so is never saved.
+            computed = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
+            if state.audited and state.may_save:
+                self.audits.copy(state, computed, self._tables_of(request_id))
             has_more = computed // self.geometry.chunk_tokens > state.computing.chunks_seen
             if has_more and state.may_save:
                 self._saving.save_chunks(state, computed, self._tables_of(request_id))

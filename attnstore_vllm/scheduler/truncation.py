@@ -25,6 +25,7 @@ from attnstore_vllm.scheduler.hidden_blocks import HiddenNames, hide_blocks
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
 from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.plan import CHOSEN_TOGETHER
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Truncation:
         elif state.request.cache_salt or config.shared_by == "everyone":
             state.finds_moved = True
             state.finds_documents = config.documents and self._why_no_passes is None
-            state.recompute_rule = f"{config.recompute_by} {config.recompute}"
+            state.recompute_rule = f"{config.recompute_by} {config.recompute} {CHOSEN_TOGETHER}"
         elif not self._has_said:
             self._has_said = True
             logger.warning(WHY_NOT_SHARED)

@@ -86,8 +86,9 @@ class Auditor:
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
         thread."""
         self.was_reset = False
-        self.has_removed = False
         """It has, and workers have not been asked to look at the weights since."""
+        self.has_removed = False
+        """Chunks that requests may have loaded, and the scheduler's thread has not heard of it."""
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace

@@ -324,6 +324,21 @@ def test_what_an_audit_has_removed_is_not_saved_by_who_has_loaded_it(
     assert world.serves(tokens, "finds") == LENGTH - 1, "it was computed anew"
 
 
+def test_a_drawn_request_that_is_outdated_is_compared_no_more(start: Start) -> None:
+    """Its adapter was replaced meanwhile, or vLLM had blocks of other weights: what it computes
+    would accuse KV that is right."""
+    world = start()
+    world.put(tokens_of(1, LENGTH), wrong=2)
+    drawn = world.asks(tokens_of(1, LENGTH), "drawn")
+    assert drawn.found == 0 and world.side.requests["drawn"].audited
+    world.side.requests["drawn"].computing.is_outdated = True
+    world.end_step(drawn)
+    world.finish(drawn)
+    world.end_step()
+    world.rig.until_idle()
+    assert "differed" not in world.outcomes()
+
+
 def test_the_wrong_chunk_is_found_and_no_other(start: Start) -> None:
     world = start()
     names = world.put(tokens_of(1, LENGTH), wrong=2)
