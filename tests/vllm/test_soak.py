@@ -18,7 +18,7 @@ REQUESTS = 200
 FAULTS = ("wrong slot", "skipped layer")
 OF_DOCUMENTS = ("documents lineage left out", "moved blocks not hidden")
 PLAYS = 3
-"""Of each fault of documents. An exact request meets wrong blocks only while they are in HBM, which is a matter of time."""
+"""Of each fault of documents: an exact request meets wrong blocks only while they are in HBM."""
 
 
 @pytest.mark.long
