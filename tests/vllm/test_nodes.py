@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.tiny_model import make_model
-from attnstore_vllm.preflight import SHM_DIR, SLAB_NAME
+from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.node_disk import FILE_NAME
 from attnstore_vllm.types import Event
 from benchmarks.server import Process, vllm_command
@@ -32,6 +32,7 @@ from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import Engine, EngineSpec, store_settings
 from tests.vllm.host import ENVIRONMENT, EngineHost
 from tests.vllm.prompts import random_tokens
+from tests.vllm.serve_helpers import assert_no_region
 from tests.vllm.test_pipeline import ANSWER, LENGTHS, STORED, THREE, Answers, ask_again, ask_twice
 
 REPOSITORY = Path(__file__).parents[2]
@@ -209,4 +210,4 @@ def generated(engine: Engine) -> list[tuple[int, ...]]:
 
 def test_nothing_is_left_in_memory(nodes: TwoNodes) -> None:
     nodes.stop()
-    assert not list(SHM_DIR.glob("attnstore-*"))
+    assert_no_region()
