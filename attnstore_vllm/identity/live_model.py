@@ -23,6 +23,8 @@ from attnstore_vllm.types import Seen
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
+_LATENT_WEIGHTS = ("_w_uk_packed", "_w_uv_packed", "_w_scale")
+"""Where vLLM's kernel for latents (MLA) on processors with AMX has what it took of `kv_b_proj`."""
 _FAULTS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Errors that a tensor of an unusual kind may raise when it is looked at."""
 
@@ -193,6 +195,22 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 continue
             seen.add(id(tensor))
             yield from _inner(f"{name}.{own}", tensor.detach())
+    for name, _, held in _latent_kernels(model):
+        for own, tensor in held.items():
+            yield from _inner(f"{name}.impl.{own}", tensor.detach())
+
+
+def _latent_kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
+    """Attention kernels that have a layer's weights in tensors of their own: name, layer, tensors.
+
+    A kernel is no module, so neither parameters nor buffers lead to it.
+    """
+    for name, module in model.named_modules():
+        kernel = vars(module).get("impl")
+        found = {n: getattr(kernel, n, None) for n in _LATENT_WEIGHTS}
+        if found["_w_uk_packed"] is not None and found["_w_uv_packed"] is not None:
+            held = {own: tensor for own, tensor in found.items() if tensor is not None}
+            yield name, kernel.kv_b_proj, held
 
 
 def _inner(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -225,7 +243,10 @@ def _packed(model: nn.Module) -> Iterator[weakref.ref[Callable[..., object]]]:
     vLLM's CPU build leaves such. A weight that is packed anew is a new function. Raises
     NotImplementedError for a layer that has none.
     """
+    seen = {id(layer) for _, layer, _ in _latent_kernels(model)}
     for name, module in model.named_modules():
+        if id(module) in seen:  # its weights are tensors of the kernel
+            continue
         own = [p for p in module._parameters.values() if p is not None]
         if all(p.numel() for p in own) or any(p.dim() > 1 and p.numel() for p in own):
             continue  # what is empty beside a weight is no weight

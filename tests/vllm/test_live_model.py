@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,46 @@ def test_weights_that_nobody_sees(caplog: pytest.LogCaptureFixture) -> None:
     weights = watch(model)
     assert weights.look() is weights.look() is Seen.UNKNOWN
     assert caplog.text.count("cannot see whether weights change") == 1
+
+
+class Latents(nn.Module):
+    """As MLA is on a processor with AMX: the kernel has the weights, and its layer has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(1, 1, bias=False)
+        self.kv_b_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.impl = SimpleNamespace(
+            kv_b_proj=self.kv_b_proj,
+            _w_uk_packed=torch.ones(2, 8, 4, dtype=torch.bfloat16),
+            _w_uv_packed=torch.ones(2, 4, 8, dtype=torch.bfloat16),
+            _w_scale=None,
+        )
+
+
+@pytest.mark.parametrize("own", ["_w_uk_packed", "_w_uv_packed"])
+def test_weights_of_a_latent_kernel(own: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Latents()])})
+    weights = watch(model)
+    assert (weights.look(), weights.name, caplog.text) == (Seen.SAME, b"", "")
+    getattr(model["layers"][1].impl, own)[1, 2, 3] = 2
+    assert weights.look() is Seen.CHANGED and weights.name
+    assert weights.look() is Seen.SAME
+
+
+def test_the_scale_of_a_latent_kernel() -> None:
+    model = Latents()
+    model.impl._w_scale = torch.tensor(1.0)
+    weights = watch(model)
+    model.impl._w_scale.fill_(2.0)
+    assert weights.look() is Seen.CHANGED
+
+
+def test_a_latent_kernel_without_weights(caplog: pytest.LogCaptureFixture) -> None:
+    model = Latents()
+    model.impl._w_uk_packed = None
+    assert watch(model).look() is Seen.UNKNOWN
+    assert "kv_b_proj has its weights where they cannot be seen" in caplog.text
 
 
 def test_no_model(caplog: pytest.LogCaptureFixture) -> None:
