@@ -47,7 +47,7 @@ BYTES: Final = {
     "latent": "(rank of the latent + rotary size) x bytes of an element, a layer",
 }  # fmt: skip
 SERVED_ELSEWHERE: Final = {
-    "latent": "where vLLM caches prefixes, which this CPU build does not; tested by bytes "
+    "latent": "where vLLM caches prefixes: its CPU build does with AMX alone; tested by bytes "
     "(`tests/vllm/test_region_layouts.py`, `test_specs.py`)",
 }
 TRUNCATED: Final = {
