@@ -5,8 +5,8 @@
     python3 tools/check_sources.py DIR               (a folder that has vllm/)
 
 Looked at are every name that the package imports from vLLM, names that it goes by without importing
-them (GONE_BY), the members of vLLM's objects that the scheduler's side reads (MEMBERS), and every
-hook of vLLM's connector base: those that AttnStoreConnector has must take what vLLM gives them.
+them (GONE_BY), the members of vLLM's objects that the scheduler's side reads (MEMBERS), every field
+of its specs, which the store has to know, and every hook of vLLM's connector base: those that AttnStoreConnector has must take what vLLM gives them.
 New hooks that it does not have are named. Exit 1 if something is missing. For a version that cannot
 be installed here: a CUDA build, say. Standard library only. What is found goes into
 results/versions.json and, with the other rows, into the table of docs/compatibility.md.
@@ -36,6 +36,7 @@ KNOWN = ROOT / "tools" / "known_hooks.txt"
 _ATTENTION = "vllm/model_executor/layers/attention/attention.py"
 _BLOCK_POOL = "vllm/v1/core/block_pool.py"
 _ROPE = "vllm/model_executor/layers/rotary_embedding/base.py"
+SPECS = "vllm/v1/kv_cache_interface.py"
 GONE_BY = (
     ("scheduler/vllm_types.py", "vllm/v1/request.py", "_block_hasher"),
     ("scheduler/hidden_blocks.py", "vllm/v1/request.py", "_block_hasher"),
@@ -50,6 +51,16 @@ GONE_BY = (
     ("connector/kv_events.py", _BLOCK_POOL, "cached_block_hash_to_block"),
     ("scheduler/untaken.py", _BLOCK_POOL, "get_num_free_blocks"),
     ("scheduler/truncation.py", _BLOCK_POOL, "hash_block_size"),
+    ("connector/specs.py", SPECS, "host_resident"),
+    ("connector/specs.py", SPECS, "role"),
+    ("connector/specs.py", SPECS, "enable_kv_transfer"),
+    ("connector/specs.py", SPECS, "has_layer_views"),
+    ("connector/specs.py", SPECS, "prefix_cacheable"),
+    ("connector/specs.py", SPECS, "prefix_replay_tokens"),
+    ("connector/specs.py", SPECS, "tokens_per_state"),
+    ("connector/specs.py", SPECS, "rswa_window"),
+    ("connector/specs.py", SPECS, "non_causal"),
+    ("scheduler/saving.py", "vllm/v1/request.py", "shared_prefix_boundary"),
 )
 """(our file, vLLM's file, the name there that ours goes by without importing it). Settings are not
 here: those that leave the namespace are in identity/left_out.py, and another one is in it again."""
@@ -178,6 +189,39 @@ def missing_members(sources: Path) -> list[str]:
     return sorted(set(problems))
 
 
+def known_fields(name: str) -> frozenset[str]:
+    """A table of names in connector/specs.py, read without importing vLLM."""
+    text = (PACKAGE / "connector" / "specs.py").read_text(encoding="utf-8")
+    (value,) = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    )
+    words = (node.value for node in ast.walk(value) if isinstance(node, ast.Constant))
+    return frozenset(word for word in words if isinstance(word, str))
+
+
+def unknown_fields(sources: Path) -> list[str]:
+    """Fields of vLLM's specs and groups that would make the store idle where they are set.
+
+    HiSparse's specs are left out: they are idle as a whole, since they have no views by layer.
+    """
+    known, problems = known_fields("FIELDS"), []
+    for made in ast.parse((sources / SPECS).read_text(encoding="utf-8")).body:
+        if not (isinstance(made, ast.ClassDef) and made.name.endswith("Spec")):
+            continue
+        is_group = made.name == "KVCacheGroupSpec"
+        if made.name != "KVCacheSpec" and "has_layer_views" in members(made):
+            continue
+        fields = (n.target for n in made.body if isinstance(n, ast.AnnAssign))
+        names = {target.id for target in fields if isinstance(target, ast.Name)}
+        for name in sorted(names - (known_fields("GROUP_FIELDS") if is_group else known)):
+            problems.append(
+                f"connector/specs.py: {made.name} has the field {name}, not known there"
+            )
+    return problems
+
+
 def num_names() -> int:
     """How many names are looked at: each once, however many files of ours have it."""
     imports = {(module, name) for _, module, name in imported()}
@@ -215,6 +259,7 @@ def needed_hooks() -> set[str]:
 def check(sources: Path) -> tuple[list[str], list[str]]:
     """(what is missing, what is new)."""
     problems = [*missing_names(sources), *missing_gone_by(sources), *missing_members(sources)]
+    problems += unknown_fields(sources)
     theirs = hooks(sources)
     ours = methods(PACKAGE / "connector" / "connector.py", "AttnStoreConnector")
     known = {line.split("(")[0]: line for line in KNOWN.read_text(encoding="utf-8").splitlines()}

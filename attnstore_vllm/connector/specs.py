@@ -31,12 +31,19 @@ FIELDS = frozenset(
         *("dcp_sharded", "max_tp_shards", "tp_replicated"),
         *("sliding_window", "extra_retained_tokens", "attention_chunk_size", "rswa_window"),
         *("sink_len", "non_causal", "non_causal_multi_token_decode", "bounded_replay"),
-        *("model_version", "cache_role", "is_index_group_leader"),
+        *("model_version", "cache_role", "is_index_group_leader", "topk_buffer_width"),
         *("shapes", "dtypes", "mamba_type", "mamba_cache_mode", "num_speculative_blocks"),
-        *("num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"),
+        *("num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment", "is_draft"),
     )
 )
 """Fields of specs whose meaning is known. Any other has to have its default value."""
+GROUP_FIELDS = frozenset(
+    (
+        *("layer_names", "kv_cache_spec", "is_eagle_group"),
+        *("host_resident", "role", "enable_kv_transfer"),
+    )
+)
+"""The same of groups."""
 _BLOCKS = (
     "find_longest_cache_hit",
     "get_num_skipped_tokens",
@@ -79,7 +86,8 @@ def is_scratch(spec: Any) -> bool:
 
 
 def check_group(group: Any) -> None:
-    """Raise UnsupportedError for a group that no connector may copy, or that has another place."""
+    """Raise UnsupportedError for a group that no connector may copy, that has another place, or
+    that says more than is known here."""
     if getattr(group, "host_resident", False):
         raise UnsupportedError("one of its KV cache groups lies in the host's memory")
     role = getattr(group, "role", "default")
@@ -92,23 +100,19 @@ def check_group(group: Any) -> None:
             f"its KV cache is {_name(one_spec(group))}, of which vLLM makes no tensors by layer "
             "(has_layer_views)"
         )
+    for name, found in _unknown(group, GROUP_FIELDS):
+        raise UnsupportedError(
+            f"one of its KV cache groups has the {name} {found!r}: this property is not known"
+        )
 
 
 def check_spec(spec: Any) -> None:
     """Raise UnsupportedError for one whose tokens' KV is not what a prefix's is, or that says more
     than is known here."""
-    for field in dataclasses.fields(spec):
-        if field.name in FIELDS:
-            continue
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        found = getattr(spec, field.name)
-        if found != default:
-            raise UnsupportedError(
-                f"its KV cache is {_name(spec)}, whose {field.name} is {found!r}: this property "
-                "is not known"
-            )
+    for name, found in _unknown(spec, FIELDS):
+        raise UnsupportedError(
+            f"its KV cache is {_name(spec)}, whose {name} is {found!r}: this property is not known"
+        )
     if getattr(spec, "prefix_replay_tokens", 0) and not is_scratch(spec):
         raise UnsupportedError(
             f"its KV cache is {_name(spec)}, kept and computed again (prefix_replay_tokens)"
@@ -121,6 +125,21 @@ def check_spec(spec: Any) -> None:
             f"its KV cache is {_name(spec)}, whose tokens_per_state is {tokens}: states do not end "
             "where tokens do"
         )
+
+
+def _unknown(said: Any, known: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Fields that are not known and have another value than their default, with that."""
+    if not dataclasses.is_dataclass(said):  # a test's own
+        return
+    for field in dataclasses.fields(said):
+        if field.name in known:
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found = getattr(said, field.name)
+        if found != default:
+            yield field.name, found
 
 
 def reach_of(spec: Any) -> tuple[Reach, int]:

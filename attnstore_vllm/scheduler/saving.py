@@ -117,9 +117,10 @@ class Saving:
 
     def _set_step_end(self, req: RequestState, start: int) -> None:
         """Tell vLLM where the prompt's step that begins at `start` is to end, at the latest."""
-        stops = req.computing.junctions
+        size = self._state_tokens
+        # A kernel that leaves the state of there from inside of a step lets vLLM go past it.
+        stops = (*req.computing.junctions, (req.request.num_prompt_tokens - 1) // size * size)
         if self._states_every:
-            size = self._state_tokens
             stops += (-(-(req.computing.state_stop + self._states_every) // size) * size,)
         if req.audited:  # a stored state is compared with the one that is there
             stops += tuple(piece.stop for piece in req.audited if self._is_state.get(piece.group))

@@ -56,6 +56,8 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PACKED = ("BLHNC", "BLNHC")
 """Blocks outermost, pages whole: where pages have several sizes."""
 WHOLE = ("LBHNC", "LBNHC", *PACKED)
+INSIDE: dict[str, Any] = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+"""Of states whose kernels leave the one at the last block's end from inside of a step."""
 STATES = tuple(kind for kind in MambaAttentionBackendEnum if kind.name != "CUSTOM")
 
 
@@ -275,7 +277,7 @@ def states(random: Random, kv_type: str, block: int) -> Layers:
         block_size=block, shapes=shapes,
         dtypes=tuple(torch.float32 if i else torch.bfloat16 for i in range(len(shapes))),
         mamba_type=random.choice(STATES), mamba_cache_mode="align",
-        tp_replicated=random.random() < 0.2,
+        tp_replicated=random.random() < 0.2, **random.choice(({}, INSIDE)),
     )  # fmt: skip
     page = max(spec.page_size_bytes, state.page_size_bytes)
     for i in range(random.randint(1, 3)):

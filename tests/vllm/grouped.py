@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 from vllm.config import VllmConfig
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -39,6 +40,8 @@ from tests.vllm.scripted_worker import BLOCK, TOKEN_KV, Kv, Row, ScriptedWorker,
 
 PAGE_BYTES = BLOCK * TOKEN_KV
 SCRATCH = ("ring", "replayed")
+INSIDE = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
+"""Of states: kernels leave the one at the last block's end from inside of a step."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Kind:
     """Its KV of a token is that of drafts: made of so many tokens behind it too."""
     ratio: int = 1
     """Tokens of one state."""
+    leaves_inside: bool = False
+    """A step may go past the last block's end, and leave the state of there too."""
 
 
 def _spec(kind: Kind) -> Any:
@@ -82,6 +87,7 @@ def _spec(kind: Kind) -> Any:
         shapes=((PAGE_BYTES,),),
         dtypes=(torch.uint8,),
         mamba_cache_mode="align",
+        **(INSIDE if kind.leaves_inside else {}),
     )
 
 
@@ -287,6 +293,14 @@ class GroupedWorker(ScriptedWorker):
             wanted = state_of(known, start, layer)
             assert (page == wanted).all(), f"wrong state after {start} tokens, layer {layer}"
         page[:] = state_of(known, stop, layer)
+        if not kind.leaves_inside:
+            return
+        at = kv_cache_interface.get_mamba_prefill_checkpoint_position(stop, kind.block, False)
+        sizes = kind.block, kind.block, 1
+        if kv_cache_interface.is_mamba_prefill_checkpoint_valid(start, stop, at, *sizes):
+            left = table[-(-stop // kind.block) - 2]
+            if left:
+                hbm.reshape(len(hbm), PAGE_BYTES)[left] = state_of(known, at, layer)
 
 
 def first_seen(kind: Kind, position: int) -> int:

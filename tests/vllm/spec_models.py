@@ -187,7 +187,7 @@ def kimi_k3() -> Specs:
     shapes = ((3, 3 * 4096), (32, 128, 128))
     state = MambaSpec(
         block_size=3072, shapes=shapes, dtypes=(torch.bfloat16, torch.float32),
-        mamba_cache_mode="align",
+        mamba_cache_mode="align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=16,
     )  # fmt: skip
     return _hybrid(full, state)
 
@@ -198,6 +198,7 @@ def nemotron_h() -> Specs:
     state = MambaSpec(
         block_size=2096, shapes=((3, 10240), (128, 64, 128)),
         dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align",
+        num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1,
     )  # fmt: skip
     return _hybrid(full, state)
 

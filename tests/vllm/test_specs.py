@@ -119,7 +119,7 @@ def test_what_each_group_needs(config: Any) -> None:
 class LaterSpec(FullAttentionSpec):
     """A later vLLM's, with a property more."""
 
-    topk_buffer_width: int = 0
+    lattice_width: int = 0
 
 
 class OwnHits(FullAttentionManager):
@@ -146,9 +146,19 @@ def registered() -> Any:
 def test_a_property_that_is_not_known(registered: Any) -> None:
     """It has its default: as without it. Else it is named."""
     assert reach_of(LaterSpec(**LLAMA, dtype=torch.uint8)) == (Reach.FULL, 0)
-    later = LaterSpec(**LLAMA, dtype=torch.uint8, topk_buffer_width=8)
-    with pytest.raises(UnsupportedError, match="LaterSpec, whose topk_buffer_width is 8"):
+    later = LaterSpec(**LLAMA, dtype=torch.uint8, lattice_width=8)
+    with pytest.raises(UnsupportedError, match="LaterSpec, whose lattice_width is 8"):
         reach_of(later)
+
+
+def test_a_property_of_a_group_that_is_not_known() -> None:
+    @dataclass
+    class LaterGroup(KVCacheGroupSpec):
+        lattice: int = 0
+
+    check_group(LaterGroup(["l"], FULL))
+    with pytest.raises(UnsupportedError, match="has the lattice 8: this property is not known"):
+        check_group(LaterGroup(["l"], FULL, lattice=8))
 
 
 def test_a_manager_that_is_not_known(registered: Any) -> None:

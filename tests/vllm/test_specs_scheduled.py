@@ -37,6 +37,8 @@ SLOTS = 300
 """Of 4 KiB, at each size of chunks."""
 RING = Kind("ring", block=8)
 LATENT = Kind("compressed", block=64, ratio=4)
+INSIDE = (Kind("state", block=64, leaves_inside=True), Kind("full", block=64))
+"""Mamba 2, Kimi K3, GLM 5.3: their kernels leave the state at the last block's end."""
 CASES = [
     Case("states of four tokens", (LATENT,)),
     Case("a ring and states", (RING, LATENT)),
@@ -52,6 +54,9 @@ CASES = [
         (Kind("compressed", block=128, ratio=8), Kind("window", 24)),
         chunk=256,
     ),
+    Case("states", (Kind("state", block=64), Kind("full", block=64)), chunk=64),
+    Case("states that steps leave inside", INSIDE, chunk=64),
+    Case("states that steps leave inside, preemption", INSIDE, num_blocks=40, chunk=64),
     Case("generated tokens go", (Kind("prompt", 8),), chunk=64),
     Case("generated tokens go, preemption", (Kind("prompt", 8),), num_blocks=60, chunk=64),
 ]
