@@ -29,14 +29,14 @@ _TOO_MUCH = object()
 """Stands for what makes no sense."""
 
 
-class Request(Protocol):
-    """What is read of vLLM's."""
+class Hinting(Protocol):
+    """A request of vLLM, as far as it is read here."""
 
     kv_transfer_params: dict[str, Any] | None
 
 
-def read(reader: HintReader, request: Request) -> Hints:
-    """All hints of a request. Cost: constant, whatever it has."""
+def read(reader: HintReader, request: Hinting) -> Hints:
+    """All hints of a request. Cost: constant, however much it has."""
     params = request.kv_transfer_params
     session, envelope = getattr(request, "session_id", None), getattr(request, "kv_hints", None)
     if session is None and envelope is None and not params:
@@ -62,7 +62,7 @@ def read(reader: HintReader, request: Request) -> Hints:
 
 
 class _Told:
-    """What other standards tell: our keys, and what was ignored."""
+    """Hints that other standards tell, by our keys, and how many were ignored."""
 
     def __init__(self) -> None:
         self.hints: dict[str, object] = {}

@@ -31,6 +31,7 @@ from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.documents import Documents
+from attnstore_vllm.scheduler.ended_sessions import Sessions
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.first_tokens import FirstTokens
 from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
@@ -51,7 +52,6 @@ from attnstore_vllm.scheduler.request import (
 from attnstore_vllm.scheduler.reset_watch import LookResult, ResetWatch
 from attnstore_vllm.scheduler.rests import Rests
 from attnstore_vllm.scheduler.saving import Saving
-from attnstore_vllm.scheduler.sessions import Sessions
 from attnstore_vllm.scheduler.stages import stages_of
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue

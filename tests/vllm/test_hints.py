@@ -190,16 +190,24 @@ def test_a_session_ends_by_its_id_for_its_own_salt_alone(
 
 
 def test_what_a_session_has_left_is_the_first_to_go(engine: ScriptedEngine) -> None:
-    order = engine.ours.store.residency.dram
-    assert order is not None
     for number in range(3):
         request = engine.make_request(str(number), [number + 1, *PROMPT[1:]], 4)
         request.session_id = f"session {number}"
         engine.scheduler.add_request(request)
         engine.drain()
-    engine.add("end", [9] * 20, 1, params={"attnstore": {"session": "session 2", "ended": True}})
+    engine.add(
+        "end",
+        [9] * 20,
+        1,
+        params={"attnstore": {"session": "session 2", "ended": True, "store": False}},
+    )
     engine.drain()
     assert [left_of(engine, n) for n in (1, 2, 3)] == [{0}, {0}, {-3}]
+    residency = engine.ours.store.residency
+    orders = [residency.dram.clean, residency.dram.dirty]
+    slots = [order.victim(residency.now, lambda slot: True) for order in orders]
+    first = {int(residency.dram.owned[slot].run.priority) for slot in slots if slot is not None}
+    assert -3 in first
 
 
 @pytest.mark.parametrize("value", [7, b"\xff", ["a"], "x" * 100_000, "\ud800"], ids=type)
