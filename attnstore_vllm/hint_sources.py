@@ -122,5 +122,5 @@ def _payloads(actions: list[object]) -> Iterator[object]:
 
 
 def _part(whole: object, name: str) -> object:
-    """Of a mapping, as JSON has it, or of vLLM's own type."""
+    """A part of a mapping, as JSON has it, or of vLLM's own type."""
     return whole.get(name) if isinstance(whole, dict) else getattr(whole, name, None)
