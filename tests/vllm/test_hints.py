@@ -199,10 +199,10 @@ def test_what_a_session_has_left_is_the_first_to_go(engine: ScriptedEngine) -> N
         "end",
         [9] * 20,
         1,
-        params={"attnstore": {"session": "session 2", "ended": True, "store": False}},
+        params={"attnstore": {"session": "session 1", "ended": True, "store": False}},
     )
     engine.drain()
-    assert [left_of(engine, n) for n in (1, 2, 3)] == [{0}, {0}, {-3}]
+    assert [left_of(engine, n) for n in (1, 2, 3)] == [{0}, {-3}, {0}]
     residency = engine.ours.store.residency
     orders = [residency.dram.clean, residency.dram.dirty]
     slots = [order.victim(residency.now, lambda slot: True) for order in orders]
