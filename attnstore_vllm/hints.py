@@ -9,17 +9,19 @@ body.
     approximate: true       its prompt may be served with KV that a codec has changed
     report: true            the response says where its prompt's KV came from
     ended: true             the conversation is over: its KV leaves before all other KV
+    session: "an id"        the conversation that it is of: `ended` holds for all that it has left
+    parent: "an id"         the session that has begun this one, and ends it with itself
     audit: true             its hit is computed, to be compared with what is stored
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 
 Hints come from any client: each that makes no sense is ignored and counted, and none fails a
-request. What else is in kv_transfer_params is for other connectors, and is neither read nor
-changed.
+request. What else is in kv_transfer_params is for other connectors, and is not changed;
+hint_sources.py reads what other standards say there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -31,6 +33,12 @@ from attnstore_vllm.policy.visits import NO_TERMS, Terms
 from attnstore_vllm.types import TOKEN_BYTES
 
 SECTION: Final = "attnstore"
+KEYS: Final = (
+    "store", "priority", "ttl", "truncation", "approximate", "report", "ended", "audit", "pin",
+    "session", "parent",
+)  # fmt: skip
+ID_MAX = 256
+"""Characters of a session's id."""
 PRIORITIES = {"low": Priority.LOW, "normal": Priority.NORMAL, "high": Priority.HIGH}
 
 
@@ -48,9 +56,19 @@ class Hints:
     audit: bool = False
     applied: int = 0
     ignored: int = 0
+    session: str | None = None
+    """A name that the client has chosen: it means nothing but among requests of its salt."""
+    parent: str | None = None
+
+    def with_ignored(self, more: int) -> Hints:
+        return replace(self, ignored=self.ignored + more) if more else self
 
 
 NO_HINTS = Hints()
+
+
+def is_session(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= ID_MAX
 
 
 class HintReader:
@@ -89,7 +107,7 @@ class HintReader:
         if not isinstance(given, dict):
             return Hints(ignored=1)
         store, priority, pin = given.get("store"), given.get("priority"), given.get("pin")
-        ended = given.get("ended")
+        ended, session, parent = given.get("ended"), given.get("session"), given.get("parent")
         ttl_s = seconds_of(given.get("ttl"))
         level = PRIORITIES.get(priority) if isinstance(priority, str) else None
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
@@ -109,6 +127,8 @@ class HintReader:
                 audits,
                 isinstance(report, bool),
                 isinstance(ended, bool),
+                is_session(session),
+                is_session(parent),
             )
         )
         times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
@@ -122,6 +142,8 @@ class HintReader:
             audits and audit is True,
             applied,
             len(given) - applied,
+            session if is_session(session) else None,
+            parent if is_session(parent) else None,
         )
 
 

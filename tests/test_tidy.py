@@ -42,8 +42,8 @@ KNOWS = {
     "tiers/shared": {*LOW, "config", "index", "policy", "io", "tiers"},
     "store": {*LOW, "config", "engine_facts", "index", "policy", "io", "tiers", "tiers/nvme"},
     "scheduler": {
-        *LOW, "config", "engine_facts", "hints", "index", "policy", "store", "tiers",
-        "tiers/nvme", "transfer",
+        *LOW, "config", "engine_facts", "hint_sources", "hints", "index", "policy", "store",
+        "tiers", "tiers/nvme", "transfer",
     },
     "identity": {*LOW, "config", "plugin", "transfer"},
     "connector": {

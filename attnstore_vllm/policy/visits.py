@@ -8,7 +8,7 @@ It is long since it says for each way in which two requests can meet whose terms
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -426,3 +426,10 @@ def answer(run: Run, num_tokens: int, estimator: ReturnEstimator) -> None:
     if not run.is_shared:
         run.kind = answered(run.kind, num_tokens)
         estimator.change(run.number, run.kind)
+
+
+def end(runs: Iterable[Run]) -> Iterator[Run]:
+    """No request comes back to these. The caller tells the orders of departure of each."""
+    for run in runs:
+        run.priority = Priority.ENDED
+        yield run

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.engine_facts import EngineFacts
+from attnstore_vllm.hint_sources import read as read_hints
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import RecentPrompts
@@ -30,6 +31,7 @@ from attnstore_vllm.scheduler.approximate import Approximate
 from attnstore_vllm.scheduler.audits import Audits
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.documents import Documents
+from attnstore_vllm.scheduler.ended_sessions import Sessions
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.first_tokens import FirstTokens
 from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
@@ -161,12 +163,11 @@ class Scheduler:
         store.weigh_reads(costs.computing_s)
         waits = Waits(store, costs, clock, self._queue, wait_s)
         self.stages = stages_of(store, geometry, plans, costs, engine.loads_in_parts, clock)
-        layers = geometry.most_layers
-        self.documents = Documents(plans, engine, config.truncation, layers, clock)
+        self.documents = Documents(plans, engine, config.truncation, geometry.most_layers, clock)
         self.audits = audits = Audits(store, geometry, plans, config.audit, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
-        self._hints = hint_reader(config)
+        self._hints, self._sessions = hint_reader(config), Sessions()
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
@@ -235,7 +236,7 @@ class Scheduler:
         state.most_tokens = of_prompt if self.geometry.prompts_only else ALL_TOKENS
         self.requests[request.request_id] = state
         self.first_tokens.came(request.request_id)
-        state.hints = hints = self._hints.read(params) if params else NO_HINTS
+        state.hints = hints = read_hints(self._hints, request)
         state.stores = hints.store and not is_doubtful
         if is_doubtful:
             state.counted.why_not_stored = Cause.SESSION_DRAFTS
@@ -611,8 +612,7 @@ class Scheduler:
         self.first_tokens.left(request.request_id)
         if state.offered is not None:
             self._offers.withdraw(state)
-        if state.visit is not None:
-            self.store.answered(state.visit, request.num_tokens - request.num_prompt_tokens)
+        self._sessions.finished(self.store, state)
         tables = self._tables(block_ids)
         stop = self._saving.save_rest(state, tables)
         if stop:

@@ -42,6 +42,7 @@ from attnstore_vllm.policy.visits import (
     Terms,
     Visit,
     answer,
+    end,
     unknown_run,
     visit_of,
 )
@@ -233,12 +234,14 @@ class Store:
             run = unknown_run(self._clock(), min(ttls, default=None))
             return replace(run, is_shared=True, is_known=True)
 
-    def answered(self, visit: Visit, num_tokens: int) -> None:
-        """The request of this visit has ended, with so many tokens of its own."""
+    def answered(self, visit: Visit, num_tokens: int, over: Iterable[Run] = ()) -> None:
+        """The request of this visit has ended, with so many tokens of its own. The conversations of
+        the runs `over` have too: these leave first."""
         with self._lock:
             visit.own.ended_at = self._clock()
             answer(visit.own, num_tokens, self._estimator)
-            self.residency.rank(visit.own)
+            for run in (visit.own, *end(over)):
+                self.residency.rank(run)
 
     def find(
         self,

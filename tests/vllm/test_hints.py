@@ -154,3 +154,66 @@ def test_others_params_are_left_as_they_are(engine: ScriptedEngine, params: dict
     engine.drain()
     assert repr(params) == before
     assert engine.ours.store.figures().counts["saved"] == 4
+
+
+def left_of(engine: ScriptedEngine, first: int) -> set[int]:
+    """Priorities of the chunks whose prompt begins with this token."""
+    residency = engine.ours.store.residency
+    found = [*residency.dram.owned.values()]
+    by_start = {bytes(chunk.name.tokens[:4]): chunk for chunk in found if not chunk.name.position}
+    roots = {chunk.run.number for start, chunk in by_start.items() if start[3] == first}
+    return {int(chunk.run.priority) for chunk in found if chunk.run.number in roots}
+
+
+@pytest.mark.parametrize("salt", ["one", None])
+def test_a_session_ends_by_its_id_for_its_own_salt_alone(
+    engine: ScriptedEngine, salt: str | None
+) -> None:
+    def serve(name: str, first: int, salt: str | None, session: str, **hints: Any) -> None:
+        request = engine.make_request(
+            name, [first, *PROMPT[1:]], 4, params={"attnstore": hints} if hints else None, salt=salt
+        )
+        request.session_id = session
+        engine.scheduler.add_request(request)
+        engine.drain()
+
+    serve("a", 1, salt, "main")
+    serve("b", 2, salt, "child", parent="main")
+    serve("c", 3, "other", "main")
+    serve("d", 4, salt, "another")
+    assert [left_of(engine, first) for first in (1, 2, 3, 4)] == [{0}] * 4
+    serve("e", 5, salt, "main", ended=True)
+    ended = [left_of(engine, first) for first in (1, 2, 3, 4, 5)]
+    assert ended == [{-3}, {-3}, {0}, {0}, {-3}]
+    serve("f", 1, salt, "main")
+    assert left_of(engine, 1) == {0}, "it has come back"
+
+
+def test_what_a_session_has_left_is_the_first_to_go(engine: ScriptedEngine) -> None:
+    for number in range(3):
+        request = engine.make_request(str(number), [number + 1, *PROMPT[1:]], 4)
+        request.session_id = f"session {number}"
+        engine.scheduler.add_request(request)
+        engine.drain()
+    engine.add(
+        "end",
+        [9] * 20,
+        1,
+        params={"attnstore": {"session": "session 1", "ended": True, "store": False}},
+    )
+    engine.drain()
+    assert [left_of(engine, n) for n in (1, 2, 3)] == [{0}, {-3}, {0}]
+    residency = engine.ours.store.residency
+    orders = [residency.dram.clean, residency.dram.dirty]
+    slots = [order.victim(residency.now, lambda slot: True) for order in orders]
+    first = {int(residency.dram.owned[slot].run.priority) for slot in slots if slot is not None}
+    assert -3 in first
+
+
+@pytest.mark.parametrize("value", [7, b"\xff", ["a"], "x" * 100_000, "\ud800"], ids=type)
+def test_an_id_of_any_kind_does_no_harm(engine: ScriptedEngine, value: Any) -> None:
+    request = engine.make_request("a", PROMPT, 4, params={"attnstore": {"parent": value}})
+    request.session_id, request.kv_hints = value, value
+    engine.scheduler.add_request(request)
+    engine.drain()
+    assert engine.ours.store.figures().counts["saved"] == 4

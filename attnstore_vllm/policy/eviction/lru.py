@@ -75,7 +75,10 @@ class Lru(Generic[K]):
         self.add(key)
 
     def rank(self, key: K) -> None:
-        """Its age stays."""
+        """Its age stays; its rank may be another one."""
+        entry = self._entries.get(key)
+        if entry is not None and entry[2] != self._rank(key):
+            self.add(key)
 
     def remove(self, key: K) -> None:
         del self._entries[key]

@@ -175,3 +175,15 @@ def test_a_run_gives_up_its_deepest_slot_however_they_came(
         for run in runs:
             last = [depths[slot] for slot in policy.last_of(run, everything, 3)]
             assert last == sorted((depths[s] for s in here if here[s] is run), reverse=True)[:3]
+
+
+def test_what_is_over_goes_before_what_is_older() -> None:
+    """Its priority has changed since it came."""
+    for order in (lru(2), fifo(2)):
+        older, newer = unknown_run(0.0), unknown_run(1.0)
+        order.add(0, older)
+        order.add(1, newer)
+        assert order.victim(2.0, everything) == 0
+        newer.priority = Priority.ENDED
+        order.rank(newer)
+        assert order.victim(2.0, everything) == 1

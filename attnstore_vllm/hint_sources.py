@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hints of other standards, as ours (hints.py). What of them reaches a connector of vLLM 0.32:
+
+    Request.session_id                      session
+    Request.kv_hints                        actions `attnstore.hints`, whose payload is our section
+    kv_transfer_params.kv_hint              the same: Dynamo's, as a mapping
+    kv_transfer_params.agent_hint           session_id, parent_session_id, cache_control.ttl
+    kv_transfer_params.prompt_cache_key     session, where nothing else tells one
+
+What a request says in our own section holds before all others. Of these the first that tells a
+thing holds, in the order above, but for the key, which comes last. As there, what makes no sense is
+ignored and counted, and no request fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+from attnstore_vllm.hints import KEYS, NO_HINTS, SECTION, HintReader, Hints, is_session
+
+ACTION: Final = "attnstore.hints"
+VERSION: Final = "1"
+"""Before the first dot of an action's version; what comes behind changes no meaning."""
+ACTIONS_MAX = 16
+"""Actions of an envelope that are looked at."""
+ACTION_TEXT_MAX = 64
+_TOO_MUCH = object()
+"""Stands for what makes no sense."""
+
+
+class Hinting(Protocol):
+    """A request of vLLM, as far as it is read here."""
+
+    kv_transfer_params: dict[str, Any] | None
+
+
+def read(reader: HintReader, request: Hinting) -> Hints:
+    """All hints of a request. Cost: constant, however much it has."""
+    params = request.kv_transfer_params
+    session, envelope = getattr(request, "session_id", None), getattr(request, "kv_hints", None)
+    if session is None and envelope is None and not params:
+        return NO_HINTS
+    asked = params if isinstance(params, dict) else {}
+    told = _Told()
+    told.take("session", session)
+    told.envelope(envelope)
+    told.envelope(asked.get("kv_hint"))
+    told.agent_hint(asked.get("agent_hint"))
+    if "session" not in told.hints:
+        told.take("session", asked.get("prompt_cache_key"))
+    if not told.hints and not told.ignored:
+        return reader.read(params)
+    own = asked.get(SECTION, {})
+    if not isinstance(own, dict):
+        told.ignored += 1
+        own = {}
+    chosen = {key: own[key] for key in KEYS if key in own}
+    told.ignored += len(own) - len(chosen)
+    found = reader.read({SECTION: {**told.hints, **chosen}})
+    return found.with_ignored(told.ignored)
+
+
+class _Told:
+    """Hints that other standards tell, by our keys, and how many were ignored."""
+
+    def __init__(self) -> None:
+        self.hints: dict[str, object] = {}
+        self.ignored = 0
+
+    def take(self, key: str, value: object) -> None:
+        """The first word holds. An id that makes no sense is none."""
+        if value is None or value == "":
+            return
+        if key in ("session", "parent") and not is_session(value):
+            self.ignored += 1
+        else:
+            self.hints.setdefault(key, value)
+
+    def envelope(self, envelope: object) -> None:
+        if envelope is None:
+            return
+        actions = _part(envelope, "actions")
+        if not isinstance(actions, list):
+            self.ignored += 1
+            return
+        self.ignored += max(0, len(actions) - ACTIONS_MAX)
+        for payload in _payloads(actions[:ACTIONS_MAX]):
+            if not isinstance(payload, dict):
+                self.ignored += 1
+                continue
+            known = [key for key in KEYS if key in payload]
+            self.ignored += len(payload) - len(known)
+            for key in known:
+                self.take(key, payload[key])
+
+    def agent_hint(self, hint: object) -> None:
+        if hint is None:
+            return
+        if not isinstance(hint, dict):
+            self.ignored += 1
+            return
+        self.take("session", hint.get("session_id"))
+        self.take("parent", hint.get("parent_session_id"))
+        control = hint.get("cache_control")
+        if isinstance(control, dict):
+            self.take("ttl", control.get("ttl"))
+        elif control is not None:
+            self.ignored += 1
+
+
+def _payloads(actions: list[object]) -> Iterator[object]:
+    """Those of our actions. Another's action is for others; one that is none makes no sense."""
+    for action in actions:
+        kind, version = _part(action, "action_type"), _part(action, "action_version")
+        if not isinstance(kind, str):
+            yield _TOO_MUCH
+        elif kind == ACTION:
+            is_known = isinstance(version, str) and len(version) <= ACTION_TEXT_MAX
+            is_ours = is_known and str(version).split(".", 1)[0] == VERSION
+            yield _part(action, "payload") if is_ours else _TOO_MUCH
+
+
+def _part(whole: object, name: str) -> object:
+    """A part of a mapping, as JSON has it, or of vLLM's own type."""
+    return whole.get(name) if isinstance(whole, dict) else getattr(whole, name, None)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions by the ids that clients give them: which runs of chunks each has left, so that one
+request can end them all. Pure.
+
+An id is a client's word: it stands for no content, and is looked up among those of one tenant only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from attnstore_vllm.policy.visits import Run
+
+SESSIONS_MAX = 4096
+"""The one that was not heard of for longest is forgotten for a new one."""
+RUNS_MAX = 4
+"""Last runs of a session: the next turn takes over what the last one left, so more than one are
+branches of it."""
+CHILDREN_MAX = 32
+ENDED_MAX = 256
+"""Runs that one request ends: a step waits for them."""
+
+
+@dataclass(slots=True)
+class _Session:
+    runs: deque[Run] = field(default_factory=lambda: deque(maxlen=RUNS_MAX))
+    children: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+
+class SessionTable:
+    """See the module. State: SESSIONS_MAX sessions, some 1 KB each."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[tuple[bytes, str], _Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def note(self, tenant: bytes, session: str, run: Run, parent: str | None = None) -> None:
+        """A request of this session has left this run.
+
+        Args:
+            parent: the session that has begun this one, if that is told. Cost: O(1).
+        """
+        self._heard_of(tenant, session).runs.append(run)
+        if parent is not None and parent != session:
+            children = self._heard_of(tenant, parent).children
+            children[session] = None
+            children.move_to_end(session)
+            if len(children) > CHILDREN_MAX:
+                children.popitem(last=False)
+
+    def end(self, tenant: bytes, session: str) -> list[Run]:
+        """The runs of this session and of those that it has begun, which are forgotten with it; the
+        session's own first. Cost: O(ENDED_MAX)."""
+        ended: list[Run] = []
+        left = deque([session])
+        while left and len(ended) < ENDED_MAX:
+            found = self._sessions.pop((tenant, left.popleft()), None)
+            if found is not None:  # else it was forgotten, or two have begun each other
+                ended.extend(found.runs)
+                left.extend(found.children)
+        return ended[:ENDED_MAX]
+
+    def _heard_of(self, tenant: bytes, session: str) -> _Session:
+        key = (tenant, session)
+        found = self._sessions.get(key)
+        if found is None:
+            found = self._sessions[key] = _Session()
+            if len(self._sessions) > SESSIONS_MAX:
+                self._sessions.popitem(last=False)
+        self._sessions.move_to_end(key)
+        return found

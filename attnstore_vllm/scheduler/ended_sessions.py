@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that clients name: what one has left leaves first, once a request says it is over."""
+
+from __future__ import annotations
+
+from attnstore_vllm.policy.priority import Priority
+from attnstore_vllm.policy.sessions import SessionTable
+from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.store.store import Store
+
+
+class Sessions:
+    """See the module. On the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self.table = SessionTable()
+
+    def finished(self, store: Store, state: RequestState) -> None:
+        """A request has ended: tell the store, also of what its session has left if that is over.
+
+        Cost: a look-up; O(ENDED_MAX) if the session is over.
+        """
+        visit, request, hints = state.visit, state.request, state.hints
+        if visit is None:
+            return
+        ended = []
+        if hints.session is not None:
+            if hints.terms.priority is Priority.ENDED:
+                ended = self.table.end(state.tenant, hints.session)
+            else:
+                self.table.note(state.tenant, hints.session, visit.own, hints.parent)
+        store.answered(visit, request.num_tokens - request.num_prompt_tokens, ended)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions end by their id: with those that they have begun, within one tenant, within limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnstore_vllm.policy import sessions
+from attnstore_vllm.policy.sessions import CHILDREN_MAX, ENDED_MAX, RUNS_MAX, SessionTable
+from attnstore_vllm.policy.visits import Run, unknown_run
+
+
+def runs(count: int) -> list[Run]:
+    return [unknown_run(float(n)) for n in range(count)]
+
+
+def test_a_session_ends_once_with_its_last_runs() -> None:
+    table, left = SessionTable(), runs(RUNS_MAX + 2)
+    for run in left:
+        table.note(b"t", "a", run)
+    other = unknown_run(0.0)
+    table.note(b"t", "b", other)
+    assert table.end(b"t", "a") == left[2:]
+    assert table.end(b"t", "a") == []
+    assert table.end(b"t", "b") == [other]
+
+
+def test_another_tenants_session_is_another() -> None:
+    table, (one, other) = SessionTable(), runs(2)
+    table.note(b"t", "a", one)
+    table.note(b"u", "child", other, "a")
+    assert table.end(b"u", "a") == [other]
+    assert table.end(b"t", "a") == [one]
+
+
+def test_children_end_with_their_parent_and_not_it_with_them() -> None:
+    table, (parent, child, grandchild) = SessionTable(), runs(3)
+    table.note(b"t", "c", grandchild, "b")
+    table.note(b"t", "b", child, "a")
+    table.note(b"t", "a", parent)
+    assert table.end(b"t", "c") == [grandchild]
+    table.note(b"t", "c", grandchild, "b")
+    assert table.end(b"t", "a") == [parent, child, grandchild]
+    assert len(table) == 0
+
+
+def test_two_that_have_begun_each_other_end_too() -> None:
+    table, (one, other) = SessionTable(), runs(2)
+    table.note(b"t", "a", one, "b")
+    table.note(b"t", "b", other, "a")
+    table.note(b"t", "a", one, "a")
+    assert set(table.end(b"t", "a")) == {one, other}
+    assert len(table) == 0
+
+
+def test_no_client_makes_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SESSIONS_MAX", 1000)
+    table, (run,) = SessionTable(), runs(1)
+    for n in range(3000):
+        table.note(b"t", f"s{n}", run, f"p{n}")
+    assert len(table) == 1000
+    for n in range(3 * CHILDREN_MAX):
+        table.note(b"t", f"c{n}", unknown_run(0.0), "a")
+    assert len(table.end(b"t", "a")) == CHILDREN_MAX
+    for n in range(RUNS_MAX * 40):
+        for m in range(RUNS_MAX):
+            table.note(b"t", f"d{n}", unknown_run(float(m)), f"d{n - 1}")
+    assert len(table.end(b"t", "d-1")) == ENDED_MAX
