@@ -101,7 +101,7 @@ class Holds:
         """Held, by session."""
         self._num_deferred = 0
         self._is_open = False
-        """The last step was empty: the next request goes in, whatever is held."""
+        """The last step was empty while requests waited at the door: the next one goes in."""
         self.counts = dict.fromkeys(HoldEvent, 0)
         self._told_tokens = -1.0
 
@@ -243,7 +243,8 @@ class Holds:
 
     def end_step(self, *, is_empty: bool) -> None:
         """A step is planned."""
-        self._num_deferred, self._is_open = 0, is_empty
+        self._is_open = is_empty and self._num_deferred > 0
+        self._num_deferred = 0
         if self._blocks:
             assert self._holding is not None
             for session in self._holding.over(self._clock()):
