@@ -70,6 +70,8 @@ class EngineFacts:
     """vLLM computes what a part does not bring, and no other connector is there."""
     has_prefix_cache: bool = True
     """vLLM has one, which is reset when weights are updated."""
+    why_no_holds: str | None = None
+    """Why no block may have a user that is no request; None: it may (scheduler/holds.py)."""
     serves_adapters: bool = True
     """Requests with a LoRA adapter use and leave KV as others do."""
     comparisons: tuple[Comparison | None, ...] = ()

@@ -6,7 +6,8 @@
 
 Looked at are every name that the package imports from vLLM, names that it goes by without importing
 them (GONE_BY), the members of vLLM's objects that the scheduler's side reads (MEMBERS), every field
-of its specs, which the store has to know, and every hook of vLLM's connector base: those that AttnStoreConnector has must take what vLLM gives them.
+of its KV cache specs, which the store has to know, and every hook of vLLM's connector base: those
+that AttnStoreConnector has must take what vLLM gives them.
 New hooks that it does not have are named. Exit 1 if something is missing. For a version that cannot
 be installed here: a CUDA build, say. Standard library only. What is found goes into
 results/versions.json and, with the other rows, into the table of docs/compatibility.md.

@@ -11,7 +11,8 @@ from typing import Any, Final
 from attnstore_vllm.config.settings import NvmeConfig, StoreConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.io.device import Device
-from attnstore_vllm.scheduler.scheduler import Names, Scheduler
+from attnstore_vllm.scheduler.scheduler import Scheduler
+from attnstore_vllm.scheduler.sides import Names
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.context import Harness, Pool
 from attnstore_vllm.tiers.nvme.slab import Slab

@@ -20,6 +20,7 @@ from typing import Literal
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
+from attnstore_vllm.config.holding import HoldingConfig
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.values import (
     LEAST,
@@ -352,6 +353,8 @@ class StoreConfig:
     """None: KV stays while there is room."""
     pinning: PinningConfig | None = None
     """None: nothing may be pinned."""
+    holding: HoldingConfig | None = None
+    """None: no HBM is held."""
     shared_by: Sharing = "everyone"
     """`share`."""
     truncation: TruncationConfig | None = TruncationConfig()
@@ -426,6 +429,7 @@ class StoreConfig:
             states_every=_states_every(given.get("states_every", "auto")),
             ttl_s=ttl_s,
             pinning=PinningConfig.parse(given.get("pinning", False)),
+            holding=HoldingConfig.parse(given.get("holding", False)),
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
             shared=tier,

@@ -211,6 +211,29 @@ SETTINGS = (
         "Lower it if pins outlive their use.",
     ),
     Setting(
+        "holding", "off", "off, or {share: 0.9, longest: 30s, defer: 60s}",
+        "Whether the HBM of a conversation is held after its answer, until its next request. It "
+        "is let go as soon as a request has no room.",
+        "Set {} for the values shown where agents call tools of a few seconds. It needs prefix "
+        "caching, and full attention in all layers.",
+    ),
+    Setting(
+        "holding.share", "0.9", "share of HBM's blocks, 0.9 at most",
+        "The most that all holds together may take of HBM.",
+        "Lower it to keep more room for other cached prefixes.",
+    ),
+    Setting(
+        "holding.longest", "30s", "time, as in 10s",
+        "The longest time that a conversation's HBM is held.",
+        "Raise it where tools take longer and HBM has room.",
+    ),
+    Setting(
+        "holding.defer", "60s", "time, as in 30s, or off",
+        "The longest time that a conversation waits which comes back and has lost its HBM, while "
+        "those in play fill it.",
+        "Set off where no request may wait for others' holds.",
+    ),
+    Setting(
         "truncation.enabled", "false", "true, false",
         "Whether prompts whose first turns were cut are served from stored KV. It is moved to its "
         "new position, which is approximate. false: only requests that ask (`truncation: true`); "

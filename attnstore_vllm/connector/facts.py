@@ -72,10 +72,19 @@ def facts_of(
         gives_blocks_away=not zeroes and (None in rows or are_alone),
         loads_in_parts=in_parts,
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
+        why_no_holds=_why_no_holds(vllm_config),
         serves_adapters=_serves_adapters(vllm_config, geometry),
         comparisons=comparisons_of(audit, geometry, ranks, ahead),
         info=info,
     )
+
+
+def _why_no_holds(vllm_config: VllmConfig) -> str | None:
+    """vLLM takes a block with as many users as there are requests for one that all of them have
+    (KVCacheManager.get_num_common_prefix_blocks): cascade attention would use it for others too."""
+    if vllm_config.model_config.disable_cascade_attn:
+        return None
+    return "cascade attention is on (disable_cascade_attn: false)"
 
 
 def _cuts_hits(kv_cache_config: KVCacheConfig) -> bool:

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.policy.hit_curve import CURVE_TIMES
 from attnstore_vllm.scheduler.figures import StepStats, in_words
+from attnstore_vllm.scheduler.holds import HoldEvent
 from attnstore_vllm.transfer.board import PERIOD_S, BoardReader
 from attnstore_vllm.types import (
     AUDITS,
@@ -126,6 +127,11 @@ COUNTERS = {
         "kind",
         "Sections and states that went because their conversation has gone on beyond them.",
     ),
+    "holds": (
+        "event",
+        "Holds of HBM for conversations that are away (holding), made and let go; and requests "
+        "that were deferred, once each.",
+    ),
     "prefetches": ("outcome", "Prefetches asked for over HTTP: hit or miss, on each engine."),
     "prefetch_tokens": ("tier", "Tokens that those found, by the tier their KV was in."),
 }
@@ -147,6 +153,7 @@ GAUGES = {
         "Share of prompt tokens that DRAM of so many times its size would have had, by a sample "
         "of chunks, if the least recently used left first.",
     ),
+    "held_hbm_tokens": ("", "Tokens whose HBM is held while their conversation is away."),
     "info": ("version vllm io eviction", "1. The labels say what serves."),
 }
 """By name: labels of ours, and the text."""
@@ -178,6 +185,8 @@ LABELS: dict[str, tuple[str, ...]] = {
     "sections_passed": _KINDS,
     "sections_dropped": _KINDS,
     "prefetches": (Event.HIT, Event.MISS),
+    "holds": tuple(HoldEvent),
+    "held_hbm_tokens": _NO_LABEL,
     "nvme_in_use": ("reads", "writes"),
     "siblings": ("ready", "all"),
     "capacity_bytes": _TIERS,

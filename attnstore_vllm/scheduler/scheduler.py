@@ -16,14 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.hint_sources import read as read_hints
 from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
-from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.keys import RecentPrompts
 from attnstore_vllm.index.prefix import Piece, whole_blocks
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
@@ -35,6 +34,7 @@ from attnstore_vllm.scheduler.ended_sessions import Sessions
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.scheduler.first_tokens import FirstTokens
 from attnstore_vllm.scheduler.hidden_blocks import drop_in_flight, hide_session
+from attnstore_vllm.scheduler.holds import holds_of, note_found
 from attnstore_vllm.scheduler.lookups import Lookups
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.messages import LoadCheck, StepPlan, StepReport
@@ -52,6 +52,7 @@ from attnstore_vllm.scheduler.request import (
 from attnstore_vllm.scheduler.reset_watch import LookResult, ResetWatch
 from attnstore_vllm.scheduler.rests import Rests
 from attnstore_vllm.scheduler.saving import Saving
+from attnstore_vllm.scheduler.sides import Events, Names
 from attnstore_vllm.scheduler.stages import stages_of
 from attnstore_vllm.scheduler.truncation import Truncation
 from attnstore_vllm.scheduler.vllm_queue import VllmQueue
@@ -63,27 +64,6 @@ from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.types import OWN_PASS, Cause, Clock, Event, Seen
 
 logger = logging.getLogger(__name__)
-
-
-class Names(Protocol):
-    """Whose KV there is (identity/weights.py)."""
-
-    @property
-    def namespace(self) -> bytes | None:
-        """The fingerprint that all keys begin with; None: not known yet."""
-
-    def be_live(self, live: Mapping[int, bytes | None]) -> None:
-        """These weights are in memory from now on: by rank, as LiveWeights calls them."""
-
-    def close(self) -> None: ...
-
-
-class Events(Protocol):
-    """KV events of the store's tiers (connector/kv_events.py)."""
-
-    def bind(self, manager: KVCacheManager) -> None: ...
-    def name(self, state: RequestState, chunk: Chunk) -> None: ...
-    def take(self) -> Sequence[Any]: ...
 
 
 class Scheduler:
@@ -168,12 +148,15 @@ class Scheduler:
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
         self._hints, self._sessions = hint_reader(config), Sessions()
+        self._holds = holds_of(config.holding, engine, geometry, costs)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
         self._offers.untaken.kv_cache_manager = manager
         self.rests.manager = manager
         self._watch.bind(manager)
+        if self._holds is not None:
+            self._holds.bind(manager)
         if self.events is not None:
             self.events.bind(manager)
             self._saving.note_save = self.events.name
@@ -193,6 +176,8 @@ class Scheduler:
         if not self._alive and not self._engine.has_prefix_cache:
             self._watch.doubt(is_empty=True)
         self._alive.add(request.request_id)
+        if self._holds is not None:
+            self._holds.came(request)
         media = RequestMedia(self._media, request)
         if request.mm_features or request.resumable:
             self._media_of[request.request_id] = media
@@ -277,10 +262,14 @@ class Scheduler:
         state.counted.has_expired |= self.store.residency.num_expired != num_expired
         state.expect(pieces)
         state.waiting.coming = pieces
+        if self._holds is not None:
+            note_found(self._holds, self.store, state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self._holds is not None and self._holds.waits(request):
+            return None, False
         state = self.requests.get(request.request_id)
         media = self._media_of.get(request.request_id)
         if media is not None and media.waits():
@@ -391,6 +380,8 @@ class Scheduler:
             if self.store.needs and state.may_save:
                 self._saving.save_step_end(state, num_scheduled, self._tables_of(request_id))
         self._saving.end_step()
+        if self._holds is not None:
+            self._holds.end_step(is_empty=not output.num_scheduled_tokens)
         if self.rests:
             self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
@@ -593,11 +584,7 @@ class Scheduler:
         """Plan the saves of what is left, the tail included. Returns whether vLLM is to keep the
         blocks until they are read, and what the response says."""
         self._heed_audit()
-        if self._queue is not None:
-            self._queue.on_finished(request.request_id)
-        if request.lora_request is not None:
-            self.adapters.leave(request.request_id)
-        self._alive.discard(request.request_id)
+        self._leave(request, block_ids)
         media = self._media_of.pop(request.request_id, None)
         if media is not None:
             media.end()
@@ -628,6 +615,15 @@ class Scheduler:
         said = {SECTION: report_of(state)} if state.hints.report else None
         return keeps, said
 
+    def _leave(self, request: Request, block_ids: Tables) -> None:
+        if self._queue is not None:
+            self._queue.on_finished(request.request_id)
+        if request.lora_request is not None:
+            self.adapters.leave(request.request_id)
+        self._alive.discard(request.request_id)
+        if self._holds is not None:
+            self._holds.ended(request, block_ids[0] if block_ids else ())
+
     # ---- the rest ----------------------------------------------------------------------
 
     def reset(self) -> bool:
@@ -653,6 +649,8 @@ class Scheduler:
         """Counts since the last call."""
         stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
+        if self._holds is not None:
+            self._holds.add_to(stats)
         for put_off in (self._lookups.put_off, self._saving.put_off):
             for work, number in put_off.items():
                 stats.add("put_off", work, number)

@@ -21,6 +21,7 @@ class LoRARequest(Protocol):
 
 class Request(Protocol):
     request_id: str
+    status: Any
     prompt_token_ids: list[int] | None
     prompt_embeds: Any
     mm_features: Sequence[Any]

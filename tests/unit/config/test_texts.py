@@ -23,7 +23,7 @@ BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "
 SECTIONS: dict[str, dict[str, Any]] = {
     "dram": {"size": "1GiB"},
     "nvme": BARE["nvme"], "pinning": {}, "truncation": {}, "trace": {"path": "/x"},
-    "shared": {"redis": "redis://h"}, "audit": {},
+    "shared": {"redis": "redis://h"}, "audit": {}, "holding": {},
 }  # fmt: skip
 
 

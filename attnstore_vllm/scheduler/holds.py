@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds: blocks in HBM of sessions that are away (policy/holding.py says which, and for how long).
+
+A hold is one more user of a session's full blocks in vLLM's pool. So no worker takes part, and what
+returns finds its blocks in vLLM's own prefix cache. A session is known by its tokens: its next
+prompt begins with the blocks that its last request has left.
+
+vLLM has no hook that comes before it preempts a request for want of room, or before it empties its
+prefix cache. So two of its methods are called through here: where an allocation finds no room,
+holds are let go one by one and it is asked again; and all are let go before a reset. A hold thus
+never costs a request its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnstore_vllm.config.holding import HoldingConfig
+from attnstore_vllm.engine_facts import EngineFacts
+from attnstore_vllm.policy.holding import SESSIONS_MAX, Holding
+from attnstore_vllm.scheduler.costs import Costs
+from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.hidden_blocks import HiddenNames
+from attnstore_vllm.scheduler.request import RequestState, brings_kv
+from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
+from attnstore_vllm.store.store import Store
+from attnstore_vllm.transfer.geometry import Geometry
+from attnstore_vllm.types import Clock, Word
+
+logger = logging.getLogger(__name__)
+
+DOOR_MAX = 256
+"""Requests that hear "later" in one step, at the door: vLLM looks at its cache for each of them.
+Those beyond it go in."""
+_ENDED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+"""Names of vLLM's RequestStatus: such a request may have a next turn."""
+_POOL_NAMES = ("touch", "free_blocks", "reset_prefix_cache", "blocks", "num_gpu_blocks")
+
+Seconds = Callable[[int], float]
+"""For computing so many tokens from the first on; 0 where that is not known."""
+
+
+class HoldEvent(Word):
+    """Labels of the metric `holds`."""
+
+    MADE = "made"
+    RETURNED = "returned"
+    """Its session has come back, and has its blocks."""
+    OVER = "over"
+    NO_ROOM = "no_room"
+    """Let go since a request had no room."""
+    DROPPED = "dropped"
+    """Let go in a reset, or since the session was aborted."""
+    DEFERRED = "deferred"
+    """A request that waits at the door."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that has come and has no blocks yet."""
+
+    session: int
+    came_at: float
+    history: int
+    """Tokens of it that the session had when it left; 0: it is new."""
+    loaded_tokens: int = 0
+    load_s: float = 0.0
+    """What tiers have of it, and how long that takes to load."""
+    is_deferred: bool = False
+
+
+class Holds:
+    """All methods run on the scheduler's thread. One KV cache group, of full attention.
+
+    Args:
+        computing_s: see Seconds.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, config: HoldingConfig, computing_s: Seconds, clock: Clock = time.monotonic
+    ) -> None:
+        self._config, self._computing_s, self._clock = config, computing_s, clock
+        self._holding: Holding | None = None
+        """None: vLLM's pool is not known yet, or not as we know it."""
+        self._pool: Any = None
+        self._block_tokens = 0
+        self._numbers = itertools.count()
+        self._away = OrderedDict[object, tuple[int, int]]()
+        """Session and tokens, by vLLM's name of the last block that it left. SESSIONS_MAX."""
+        self._waiting: dict[str, _Waiting] = {}
+        self._running: dict[str, int] = {}
+        """Sessions of requests that have their blocks."""
+        self._blocks: dict[int, list[Any]] = {}
+        """Held, by session."""
+        self._num_deferred = 0
+        self._is_open = False
+        """The last step was empty while requests waited at the door: the next one goes in."""
+        self.counts = dict.fromkeys(HoldEvent, 0)
+        self._told_tokens = -1.0
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """vLLM's block pool is known. Without its names nothing is ever held."""
+        pool = manager.block_pool
+        missing = [name for name in _POOL_NAMES if not hasattr(pool, name)]
+        if missing or not hasattr(manager, "allocate_slots"):
+            logger.warning("holding is off: this vLLM's block pool is not as it is known to be")
+            return
+        self._pool, self._block_tokens = pool, pool.hash_block_size
+        self._holding = Holding(
+            max(1, (pool.num_gpu_blocks - 1) * self._block_tokens),
+            share=self._config.share,
+            longest_s=self._config.longest_s,
+            defer_s=self._config.defer_s,
+        )
+        vllm: Any = manager
+        allocate, reset = vllm.allocate_slots, pool.reset_prefix_cache
+
+        def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
+            found = allocate(request, *args, **kwargs)
+            while found is None and self._make_room(request.request_id):
+                found = allocate(request, *args, **kwargs)
+            if found is not None and request.request_id in self._waiting:
+                self._started(request)
+            return found
+
+        def reset_prefix_cache() -> bool:
+            self.clear()
+            return bool(reset())
+
+        vllm.allocate_slots = allocate_slots
+        pool.reset_prefix_cache = reset_prefix_cache
+
+    # ---- requests ----------------------------------------------------------------------
+
+    def came(self, request: Request) -> None:
+        """A request waits. Cost: a look at each of its blocks."""
+        if self._holding is None or request.resumable or request.skip_reading_prefix_cache:
+            return
+        now, session, history = self._clock(), next(self._numbers), 0
+        if self._away:
+            for name in reversed(request.block_hashes):
+                if name in self._away:
+                    session, history = self._away.pop(name)
+                    self._holding.came(session, now)
+                    break
+        self._waiting[request.request_id] = _Waiting(session, now, history)
+
+    def found(self, request_id: str, tokens: int, load_s: float) -> None:
+        """Tiers have so many tokens of a request that has come, and would load them in so long."""
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            waiting.loaded_tokens, waiting.load_s = min(tokens, waiting.history), load_s
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request that vLLM asks for waits at the door. Asked again each step."""
+        waiting = self._waiting.get(request.request_id)
+        if self._holding is None or waiting is None or not waiting.history:
+            return False
+        if self._is_open or brings_kv(request.kv_transfer_params):
+            self._is_open = False
+            return False
+        now = self._clock()
+        waited_s = now - waiting.came_at
+        if self._num_deferred >= DOOR_MAX or self._holding.is_admitted(
+            waiting.session, request.num_tokens, waited_s, now
+        ):
+            return False
+        self._num_deferred += 1
+        self.counts[HoldEvent.DEFERRED] += not waiting.is_deferred
+        waiting.is_deferred = True
+        return True
+
+    def ended(self, request: Request, blocks: Sequence[int]) -> None:
+        """A request has ended, and has its blocks still.
+
+        Args:
+            blocks: from its first token on.
+        """
+        request_id = request.request_id
+        waiting = self._waiting.pop(request_id, None)
+        session = self._running.pop(request_id, None) if waiting is None else waiting.session
+        if self._holding is None or session is None:
+            return
+        left = self._left(request, blocks)
+        is_over = getattr(request.status, "name", "") not in _ENDED
+        if waiting is not None or not left or is_over:
+            self._forget(session)
+            return
+        now, tokens = self._clock(), len(left) * self._block_tokens
+        self._follow(request.block_hashes[len(left) - 1], session, tokens)
+        if self._holding.ended(session, tokens, self._computing_s(tokens), now):
+            self._pool.touch(left)
+            self._blocks[session] = left
+            self.counts[HoldEvent.MADE] += 1
+
+    def _left(self, request: Request, blocks: Sequence[int]) -> list[Any]:
+        """Those of its blocks, from the first on, that another request finds."""
+        found: list[Any] = []
+        if isinstance(getattr(request._block_hasher, "__self__", None), HiddenNames):
+            return found
+        for number in blocks[: len(request.block_hashes)]:
+            block = self._pool.blocks[number]
+            if block.is_null or block.block_hash is None:
+                break
+            found.append(block)
+        return found
+
+    def _follow(self, name: object, session: int, tokens: int) -> None:
+        """Know the session by this name when it comes back."""
+        same = self._away.pop(name, None)
+        if same is not None:
+            self._forget(same[0])
+        self._away[name] = session, tokens
+        if len(self._away) > SESSIONS_MAX:
+            self._forget(self._away.popitem(last=False)[1][0])
+
+    def _forget(self, session: int) -> None:
+        assert self._holding is not None
+        self._holding.gone(session)
+        self._release(session, HoldEvent.DROPPED)
+
+    def _started(self, request: Request) -> None:
+        """It has its blocks: those that were held for it are its own by now."""
+        assert self._holding is not None
+        waiting = self._waiting.pop(request.request_id)
+        self._running[request.request_id] = waiting.session
+        computing_s = self._computing_s(waiting.history) if waiting.history else 0.0
+        return_s = 0.0
+        if computing_s:
+            rest_s = computing_s - self._computing_s(waiting.loaded_tokens)
+            return_s = min(computing_s, waiting.load_s + rest_s)
+        self._holding.started(waiting.session, request.num_tokens, computing_s, return_s)
+        self._release(waiting.session, HoldEvent.RETURNED)
+
+    # ---- letting go --------------------------------------------------------------------
+
+    def end_step(self, *, is_empty: bool) -> None:
+        """A step is planned."""
+        self._is_open = is_empty and self._num_deferred > 0
+        self._num_deferred = 0
+        if self._blocks:
+            assert self._holding is not None
+            for session in self._holding.over(self._clock()):
+                self._release(session, HoldEvent.OVER)
+
+    def _make_room(self, request_id: str) -> bool:
+        """Let go of one hold, since a request finds no room. Returns False where there is none."""
+        if self._holding is None or not self._blocks:
+            return False
+        waiting = self._waiting.get(request_id)
+        session = self._holding.let_go(self._clock(), waiting.session if waiting else None)
+        if session is None:
+            return False
+        self._release(session, HoldEvent.NO_ROOM)
+        return True
+
+    def clear(self) -> None:
+        """Let go of all: what HBM has is dropped."""
+        for session in [*self._blocks]:
+            self._forget(session)
+        self._away.clear()
+
+    def _release(self, session: int, why: HoldEvent) -> None:
+        blocks = self._blocks.pop(session, None)
+        if blocks is not None:
+            self._pool.free_blocks(reversed(blocks))  # the end of it is to leave first
+            self.counts[why] += 1
+
+    # ---- figures -----------------------------------------------------------------------
+
+    @property
+    def held_tokens(self) -> int:
+        return self._block_tokens * sum(map(len, self._blocks.values()))
+
+    def add_to(self, stats: StepStats) -> None:
+        """Add what has happened since the last call."""
+        for event, number in self.counts.items():
+            stats.add("holds", event, number)
+            self.counts[event] = 0
+        held = float(self.held_tokens)
+        if held != self._told_tokens:
+            self._told_tokens = held
+            stats.set("held_hbm_tokens", "", held, time.monotonic())
+
+
+def holds_of(
+    config: HoldingConfig | None, engine: EngineFacts, geometry: Geometry, costs: Costs
+) -> Holds | None:
+    """None: nothing is held, by the settings or because it cannot be (then the log says why)."""
+    if config is None:
+        return None
+    why_not = engine.why_no_holds
+    if not engine.has_prefix_cache:
+        why_not = "vLLM's prefix cache is off"
+    elif len(geometry.groups) > 1 or engine.needs or geometry.has_window_alone:
+        why_not = "not all layers of this model keep the KV of all tokens"
+    if why_not is not None:
+        logger.warning("holding is off, since %s", why_not)
+        return None
+    return Holds(config, lambda tokens: costs.computing_s(0, tokens) or 0.0)
+
+
+def note_found(holds: Holds, store: Store, state: RequestState) -> None:
+    """Tell what tiers have of a request that was just looked up."""
+    pieces = state.waiting.coming
+    if pieces:
+        request_id = state.request.request_id
+        arrivals = store.arrivals(request_id, pieces) or [0.0]
+        holds.found(request_id, pieces[-1].stop, arrivals[-1])
