@@ -54,7 +54,7 @@ class Plan:
     block_tokens: int = 128
     max_num_seqs: int = 4
     nvme_bytes: int = 2 << 30
-    serve: tuple[str, ...] = ()
+    serve: tuple[str, ...] = ("--enforce-eager",)  # a start compiles for a minute
     arm_deadline_s: float = 600.0
     """Jobs that are not done then fail the arm."""
 
