@@ -3,6 +3,7 @@
 
     python -m benchmarks.agents --simulated [--sweep] [--seed N] [--out FILE]
     python -m benchmarks.agents --servers [--quick] [--seed N] [--out FILE]
+    python -m benchmarks.agents --gpu [--dry-run] [--seed N] [--out FILE]
 
 Simulated: the store and its policies are the server's own code, the machine is the page's H100
 (attnstore_lab/sim/agents.py). The published arms ran on that H100. Each is over plain vLLM's job
@@ -15,6 +16,8 @@ longer with any tier of ours than without, or with holding, where lengths and to
 --servers: a small matrix on real servers of vLLM's CPU build, one after the other. Plain vLLM is
 asked first and last: how far apart the two are is the noise. It fails where a job takes longer with
 a tier of ours than without, beyond that.
+
+--gpu: the published load of 8 turns, cut to 380 seconds of one GPU (agents_parts/gpu.py).
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shlex
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -46,7 +51,7 @@ from attnstore_lab.sim.holding_server import HoldingServer
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
 from attnstore_vllm.policy.holding import Holding
-from benchmarks.agents_parts import arms, servers
+from benchmarks.agents_parts import arms, gpu, servers
 from benchmarks.agents_parts.arms import FULL, QUICK
 from benchmarks.quick import RESULTS, destination
 
@@ -112,14 +117,16 @@ ARMS = (
 
 def ran(load: Load, rate: float, arm: Arm, seed: int, num_jobs: int | None = None) -> Outcome:
     """Cost: some seconds of one core."""
-    gpu = H100.with_sizes(dram=max(1, round(arm.dram_gb * GB)), hbm=arm.hbm_tokens * TOKEN_BYTES)
+    hardware = H100.with_sizes(
+        dram=max(1, round(arm.dram_gb * GB)), hbm=arm.hbm_tokens * TOKEN_BYTES
+    )
     if arm.disk_gb_s:
         speed = round(arm.disk_gb_s * GB)
-        gpu = gpu.with_sizes(nvme=NVME_BYTES, nvme_read=speed, nvme_write=speed // 2)
+        hardware = hardware.with_sizes(nvme=NVME_BYTES, nvme_read=speed, nvme_write=speed // 2)
     trace = agents(load, rate, seed, num_jobs)
     if arm.holds:
-        return HoldingServer(trace, gpu, arm.policy, Holding(HBM_TOKENS)).run()
-    return Server(trace, gpu, arm.policy, hbm=HoldingHbm(gpu, trace.chunk_tokens)).run()
+        return HoldingServer(trace, hardware, arm.policy, Holding(HBM_TOKENS)).run()
+    return Server(trace, hardware, arm.policy, hbm=HoldingHbm(hardware, trace.chunk_tokens)).run()
 
 
 def figures(load: Load, rate: float, arm: Arm, out: Outcome, plain_s: float) -> dict[str, Any]:
@@ -198,6 +205,8 @@ def main() -> None:
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--simulated", action="store_true")
     way.add_argument("--servers", action="store_true", help="real ones, CPU build")
+    way.add_argument("--gpu", action="store_true", help="380 seconds of one GPU")
+    parser.add_argument("--dry-run", action="store_true", help="of --gpu: say what would run")
     parser.add_argument("--quick", action="store_true", help="of --servers: fewer and shorter")
     parser.add_argument("--logs", type=Path, help="of --servers: keep their logs there")
     parser.add_argument("--sweep", action="store_true", help="sizes, disks and rates; minutes")
@@ -205,16 +214,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, help="so many (100 of 18 turns, 127 of 8)")
     parser.add_argument("--out", type=Path, help="in results/; of --quick in .cache/quick/")
     args = parser.parse_args()
-    if args.servers:
+    if args.gpu and args.dry_run:
+        print(f"{gpu.planned_s():.0f} of {gpu.BUDGET_S:.0f} s")
+        for turn, flags in zip(gpu.TURNS, gpu.commands(Path("WORK")), strict=True):
+            print(f"{turn.arm.name}, {turn.limit_s:.0f} s: vllm serve MODEL {shlex.join(flags)}")
+    elif args.servers or args.gpu:
         real(args)
     else:
         simulated(args)
 
 
 def real(args: argparse.Namespace) -> None:
-    out = destination(RESULTS / "agents_servers.json", args.out, is_quick=args.quick)
-    plan = QUICK if args.quick else FULL
-    if args.jobs:
+    name = "agents_gpu.json" if args.gpu else "agents_servers.json"
+    out = destination(RESULTS / name, args.out, is_quick=args.quick)
+    plan = gpu.PLAN if args.gpu else QUICK if args.quick else FULL
+    if args.jobs and not args.gpu:
         plan = servers.cut(plan, args.jobs)
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -222,7 +236,12 @@ def real(args: argparse.Namespace) -> None:
         f"{plan.load.name}: {plan.load.num_jobs} jobs, {plan.jobs_per_s:g} a second, "
         f"{plan.session_tokens:,} tokens of sessions; HBM {plan.hbm_tokens:,}", flush=True,
     )  # fmt: skip
-    runs, not_run = servers.run(plan, args.seed, partial(print, flush=True), args.logs)
+    tell = partial(print, flush=True)
+    if args.gpu:
+        logs = args.logs or Path(tempfile.mkdtemp(prefix="agents-logs-"))
+        runs, not_run = gpu.run(args.seed, tell, logs)
+    else:
+        runs, not_run = servers.run(plan, args.seed, tell, args.logs)
     arms.compare(runs)
     bad, said = arms.worse(runs), arms.verdicts(runs, not_run)
     report = {

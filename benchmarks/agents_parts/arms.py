@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,18 +88,18 @@ SMALL_LOAD: Final = Load(
     shared_tokens=180,
 )
 QUICK_LOAD: Final = Load(
-    name="6 turns, quick",
-    prompts=(500, 900, 1300, 1700, 2100, 2500),
+    name="5 turns, quick",
+    prompts=(300, 600, 900, 1200, 1500),
     answer_tokens=8,
     tool_s=0.3,
-    num_jobs=8,
+    num_jobs=6,
 )
 FULL: Final = Plan(SMALL_LOAD, 2.0, (Arm(PLAIN), *OTHERS, *OURS, Arm(PLAIN_AGAIN)))
 QUICK: Final = Plan(
     QUICK_LOAD,
     4.0,
     (Arm(PLAIN), OTHERS[0], ours(0.25, has_nvme=False), ours(1, has_nvme=True), Arm(PLAIN_AGAIN)),
-    hbm_tokens=6_144,
+    hbm_tokens=3_072,
 )
 
 
@@ -130,9 +131,7 @@ def _new_tokens(load: Load) -> Iterator[int]:
         before = prompt + load.answer_tokens
 
 
-def _ids(tokens: list[int]) -> Any:
-    from array import array  # noqa: PLC0415
-
+def _ids(tokens: list[int]) -> array[int]:
     return array("I", tokens)
 
 

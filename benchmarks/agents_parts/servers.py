@@ -122,10 +122,10 @@ def _grown(before: Metrics, after: Metrics, name: str) -> float:
     return total(after, name) - total(before, name)
 
 
-def one(plan: Plan, arm: Arm, model: str, work: Path, seed: int) -> dict[str, Any]:
+def one(plan: Plan, arm: Arm, model: str, work: Path, logs: Path, seed: int) -> dict[str, Any]:
     """Start an arm's server, play the load, end it. Raises: ServerError."""
     directory = Path(tempfile.mkdtemp(dir=work))
-    log = work / f"{arm.name.replace(' ', '-')}.log"
+    log = logs / f"{arm.name.replace(' ', '-')}.log"
     flags = arguments(plan, arm, directory)
     with VllmServer(model, flags, log, environment=environment(arm)) as server:
         return asked(server, plan, arm, seed)
@@ -155,7 +155,7 @@ def run(
         for number, arm in enumerate(plan.arms, 1):
             began = time.monotonic()
             try:
-                runs.append(one(plan, arm, model, logs or work, seed))
+                runs.append(one(plan, arm, model, work, logs or work, seed))
             except ServerError as error:
                 if not runs:
                     raise
