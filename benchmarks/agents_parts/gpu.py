@@ -20,7 +20,7 @@ from typing import Any, Final
 from attnstore_lab.sim.agents import EIGHT
 from attnstore_lab.testing.tiny_model import make_model
 from benchmarks.agents_parts.arms import PLAIN, Arm, Plan, arguments, environment
-from benchmarks.agents_parts.servers import asked, why
+from benchmarks.agents_parts.servers import asked, log_of, why
 from benchmarks.e2e.cases import LLAMA_8B
 from benchmarks.server import ServerError, VllmServer
 
@@ -89,9 +89,9 @@ def run(
         # A server ends with the thread that started it, so the pool stays until all have stopped.
         pool = undo.enter_context(ThreadPoolExecutor(len(TURNS)))
 
-        def start(turn: Turn, flags: list[str], number: int) -> VllmServer:
+        def start(turn: Turn, flags: list[str]) -> VllmServer:
             server = VllmServer(
-                model, flags, logs / f"{number}.log",
+                model, flags, log_of(logs, turn.arm),
                 environment={"VLLM_USE_FLASHINFER_SAMPLER": "0", **environment(turn.arm)},
                 start_deadline_s=1.5 * START_S,
             )  # fmt: skip
@@ -99,8 +99,8 @@ def run(
             return server.__enter__()
 
         starts = [
-            pool.submit(start, turn, flags, number)
-            for number, (turn, flags) in enumerate(zip(TURNS, commands(work), strict=True))
+            pool.submit(start, turn, flags)
+            for turn, flags in zip(TURNS, commands(work), strict=True)
         ]
         for turn, started in zip(TURNS, starts, strict=True):
             name = turn.arm.name
@@ -112,6 +112,6 @@ def run(
                 runs.append(asked(server, replace(PLAN, arm_deadline_s=left), turn.arm, seed))
                 server.stop()
             except ServerError as error:
-                not_run[name] = why(str(error))
+                not_run[name] = why(str(error), log_of(logs, turn.arm))
             tell(f"{name}: {not_run.get(name) or runs[-1]['job_s']}")
     return runs, not_run

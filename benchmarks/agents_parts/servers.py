@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -125,7 +126,7 @@ def _grown(before: Metrics, after: Metrics, name: str) -> float:
 def one(plan: Plan, arm: Arm, model: str, work: Path, logs: Path, seed: int) -> dict[str, Any]:
     """Start an arm's server, play the load, end it. Raises: ServerError."""
     directory = Path(tempfile.mkdtemp(dir=work))
-    log = logs / f"{arm.name.replace(' ', '-')}.log"
+    log = log_of(logs, arm)
     flags = arguments(plan, arm, directory)
     with VllmServer(model, flags, log, environment=environment(arm)) as server:
         return asked(server, plan, arm, seed)
@@ -159,21 +160,18 @@ def run(
             except ServerError as error:
                 if not runs:
                     raise
-                not_run[arm.name] = why(str(error))
+                not_run[arm.name] = why(str(error), log_of(logs or work, arm))
             said = not_run.get(arm.name) or f"mean job {runs[-1]['job_s']:.2f} s"
             took = time.monotonic() - began
             tell(f"{number}/{len(plan.arms)}  {arm.name}: {said} (with its start {took:.0f} s)")
     return runs, not_run
 
 
-def why(error: str) -> str:
-    """The reason in a server's log, rather than that it ended."""
-    first, _, log = error.partition("\n")
-    reasons = [
-        line.rpartition("] ")[2] for line in log.splitlines()
-        if "Error: " in line or "Exception: " in line
-    ]  # fmt: skip
-    return reasons[0].strip() if reasons else first
+def why(error: str, log: Path) -> str:
+    """The first reason in a server's log, rather than that it ended."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    reasons = [line for line in text.splitlines() if re.search(r"\b\w*(Error|Exception): ", line)]
+    return reasons[0].rpartition("] ")[2].strip() if reasons else error.partition("\n")[0]
 
 
 def cut(plan: Plan, num_jobs: int) -> Plan:
