@@ -123,6 +123,10 @@ def _grown(before: Metrics, after: Metrics, name: str) -> float:
     return total(after, name) - total(before, name)
 
 
+def log_of(logs: Path, arm: Arm) -> Path:
+    return logs / f"{arm.name.replace(' ', '-')}.log"
+
+
 def one(plan: Plan, arm: Arm, model: str, work: Path, logs: Path, seed: int) -> dict[str, Any]:
     """Start an arm's server, play the load, end it. Raises: ServerError."""
     directory = Path(tempfile.mkdtemp(dir=work))
