@@ -21,6 +21,8 @@ OVER_PLAIN, OVER_OFFLOADING = 0.6, 0.85
 """Goals of mean job time, of GOAL_PLAIN and of GOAL_OFFLOADING."""
 LEAST_NOISE: Final = 0.02
 """Two servers alike differ by so much at least, even where the two plain ones happened not to."""
+LOST_BYTES: Final = 4 << 30
+"""Of a disk that the settings want, and that is taken away at the start."""
 TOKEN_IDS: Final = range(300, 1000)
 """Of every model here: no special tokens."""
 
@@ -151,7 +153,7 @@ def arguments(plan: Plan, arm: Arm, directory: Path) -> list[str]:
     dram = int(arm.dram * plan.hbm_bytes)
     transfer: dict[str, Any] = {"kv_connector": arm.connector, "kv_role": "kv_both"}
     if arm.is_ours:
-        capacity = plan.nvme_bytes
+        capacity = plan.nvme_bytes if arm.has_nvme else min(plan.nvme_bytes, LOST_BYTES)
         nvme = {"path": str(directory / "kv"), "capacity": capacity}
         transfer["kv_connector_extra_config"] = {"dram": dram, "nvme": nvme}
         if not arm.has_nvme:  # the settings want one; throttled.py takes it away

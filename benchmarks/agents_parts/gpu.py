@@ -58,7 +58,7 @@ PLAN: Final = Plan(
     hbm_tokens=HBM_TOKENS,
     block_tokens=BLOCK_TOKENS,
     max_num_seqs=256,
-    nvme_bytes=80 * GB,
+    nvme_bytes=40 * GB,
     serve=(
         "--load-format", "dummy", "--max-num-batched-tokens", "2048",
         "--kv-cache-memory-bytes", str(HBM_BYTES + HBM_BYTES // 50),
