@@ -2,6 +2,8 @@
 """Agents on one GPU: a public comparison's load, its published arms beside this store.
 
     python -m benchmarks.agents --simulated [--sweep] [--seed N] [--out FILE]
+    python -m benchmarks.agents --servers [--quick] [--seed N] [--out FILE]
+    python -m benchmarks.agents --gpu [--dry-run] [--seed N] [--out FILE]
 
 Simulated: the store and its policies are the server's own code, the machine is the page's H100
 (attnstore_lab/sim/agents.py). The published arms ran on that H100. Each is over plain vLLM's job
@@ -10,6 +12,12 @@ time: ours over ours simulated, theirs over theirs.
 The page's takeaway is that undersized DRAM is worse than none. So this fails where a job takes
 longer with any tier of ours than without, or with holding, where lengths and tools are drawn too.
 --sweep tries sizes from 1 GB on, slow disks and rates.
+
+--servers: a small matrix on real servers of vLLM's CPU build, one after the other. Plain vLLM is
+asked first and last: how far apart the two are is the noise. It fails where a job takes longer with
+a tier of ours than without, beyond that.
+
+--gpu: the published load of 8 turns, cut to 380 seconds of one GPU (agents_parts/gpu.py).
 """
 
 from __future__ import annotations
@@ -17,13 +25,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shlex
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from attnstore_lab.bench.environment import machine
 from attnstore_lab.sim.agents import (
     EIGHT,
     EIGHTEEN,
@@ -39,8 +51,10 @@ from attnstore_lab.sim.holding_server import HoldingServer
 from attnstore_lab.sim.outcome import Outcome
 from attnstore_lab.sim.server import Server
 from attnstore_vllm.policy.holding import Holding
+from benchmarks.agents_parts import arms, gpu, servers
+from benchmarks.agents_parts.arms import FULL, QUICK
+from benchmarks.quick import RESULTS, destination
 
-ROOT = Path(__file__).resolve().parent.parent
 GB = 1_000_000_000
 NVME_BYTES = 1000 * GB
 RATES = (1, 3, 6, 10)
@@ -103,16 +117,16 @@ ARMS = (
 
 def ran(load: Load, rate: float, arm: Arm, seed: int, num_jobs: int | None = None) -> Outcome:
     """Cost: some seconds of one core."""
-    machine = H100.with_sizes(
+    hardware = H100.with_sizes(
         dram=max(1, round(arm.dram_gb * GB)), hbm=arm.hbm_tokens * TOKEN_BYTES
     )
     if arm.disk_gb_s:
         speed = round(arm.disk_gb_s * GB)
-        machine = machine.with_sizes(nvme=NVME_BYTES, nvme_read=speed, nvme_write=speed // 2)
+        hardware = hardware.with_sizes(nvme=NVME_BYTES, nvme_read=speed, nvme_write=speed // 2)
     trace = agents(load, rate, seed, num_jobs)
     if arm.holds:
-        return HoldingServer(trace, machine, arm.policy, Holding(HBM_TOKENS)).run()
-    return Server(trace, machine, arm.policy, hbm=HoldingHbm(machine, trace.chunk_tokens)).run()
+        return HoldingServer(trace, hardware, arm.policy, Holding(HBM_TOKENS)).run()
+    return Server(trace, hardware, arm.policy, hbm=HoldingHbm(hardware, trace.chunk_tokens)).run()
 
 
 def figures(load: Load, rate: float, arm: Arm, out: Outcome, plain_s: float) -> dict[str, Any]:
@@ -180,20 +194,73 @@ def line(run: dict[str, Any]) -> str:
 
 def published_lines() -> Iterator[str]:
     for load, rates in PUBLISHED.items():
-        for rate, arms in rates.items():
-            for name, seconds in arms.items():
-                over = seconds / arms["plain"]
+        for rate, by_arm in rates.items():
+            for name, seconds in by_arm.items():
+                over = seconds / by_arm["plain"]
                 yield f"{load:<20}{rate:>4}/s  {name:<28}{seconds:>8.1f} s{over:>7.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--simulated", action="store_true", required=True)
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--simulated", action="store_true")
+    way.add_argument("--servers", action="store_true", help="real ones, CPU build")
+    way.add_argument("--gpu", action="store_true", help="380 seconds of one GPU")
+    parser.add_argument("--dry-run", action="store_true", help="of --gpu: say what would run")
+    parser.add_argument("--quick", action="store_true", help="of --servers: fewer and shorter")
+    parser.add_argument("--logs", type=Path, help="of --servers: keep their logs there")
     parser.add_argument("--sweep", action="store_true", help="sizes, disks and rates; minutes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, help="so many (100 of 18 turns, 127 of 8)")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "agents_simulated.json")
+    parser.add_argument("--out", type=Path, help="in results/; of --quick in .cache/quick/")
     args = parser.parse_args()
+    if args.gpu and args.dry_run:
+        print(f"{gpu.planned_s():.0f} of {gpu.BUDGET_S:.0f} s")
+        for turn, flags in zip(gpu.TURNS, gpu.commands(Path("WORK")), strict=True):
+            print(f"{turn.arm.name}, {turn.limit_s:.0f} s: vllm serve MODEL {shlex.join(flags)}")
+    elif args.servers or args.gpu:
+        real(args)
+    else:
+        simulated(args)
+
+
+def real(args: argparse.Namespace) -> None:
+    name = "agents_gpu.json" if args.gpu else "agents_servers.json"
+    out = destination(RESULTS / name, args.out, is_quick=args.quick)
+    plan = gpu.PLAN if args.gpu else QUICK if args.quick else FULL
+    if args.jobs and not args.gpu:
+        plan = servers.cut(plan, args.jobs)
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{plan.load.name}: {plan.load.num_jobs} jobs, {plan.jobs_per_s:g} a second, "
+        f"{plan.session_tokens:,} tokens of sessions; HBM {plan.hbm_tokens:,}", flush=True,
+    )  # fmt: skip
+    tell = partial(print, flush=True)
+    if args.gpu:
+        logs = args.logs or Path(tempfile.mkdtemp(prefix="agents-logs-"))
+        runs, not_run = gpu.run(args.seed, tell, logs)
+    else:
+        runs, not_run = servers.run(plan, args.seed, tell, args.logs)
+    arms.compare(runs)
+    bad, said = arms.worse(runs), arms.verdicts(runs, not_run)
+    report = {
+        "seed": args.seed, "is_quick": args.quick, "machine": machine(), "plan": asdict(plan),
+        "noise": round(arms.noise(runs), 4), "runs": runs, "not_run": not_run,
+        "verdicts": said, "worse_than_none": [run["name"] for run in bad],
+    }  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print(arms.table(runs), f"noise (plain asked twice): {report['noise']:.2f}", sep="\n")
+    print(*(f"not run: {name}: {why}" for name, why in not_run.items()), sep="\n")
+    print(*(f"{what}: {verdict}" for what, verdict in said.items()), f"written: {out}", sep="\n")
+    if bad:
+        names = ", ".join(f"{run['name']} ({run['over_plain']:.2f})" for run in bad)
+        raise SystemExit(f"a tier is worse than none, beyond the noise: {names}")
+
+
+def simulated(args: argparse.Namespace) -> None:
+    out = args.out or RESULTS / "agents_simulated.json"
     print("published, on an H100: job seconds, over plain", *published_lines(), sep="\n")
     print("simulated: job seconds, over plain, prompt tokens found, TTFT p50, p99, p99 of new ones")
     found: dict[str, list[dict[str, Any]]] = {"matrix": [], "drawn": [], "sweep": []}
@@ -202,14 +269,14 @@ def main() -> None:
     plans += [("drawn", drawn(tool_s), DRAWN_RATES, (HOLDING,)) for tool_s in DRAWN_TOOLS_S]
     if args.sweep:
         plans += [("sweep", load, SWEEP_RATES, sweep_arms()) for load in (EIGHTEEN, EIGHT)]
-    for part, load, rates, arms in plans:
-        for run in compared(load, rates, arms, args.seed, args.jobs):
+    for part, load, rates, some in plans:
+        for run in compared(load, rates, some, args.seed, args.jobs):
             found[part].append(run)
             print(line(run), flush=True)
     runs = [run for part in found.values() for run in part]
     bad = [run for run in runs if is_worse(run)]
     report = {"seed": args.seed, "published": PUBLISHED, **found, "worse_than_none": len(bad)}
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps(report, indent=1) + "\n")
     if bad:
         raise SystemExit("a tier is worse than none:\n" + "\n".join(map(line, bad)))
 
