@@ -71,6 +71,8 @@ class Look:
     held_bytes: dict[str, int]
     capacity_bytes: dict[str, int]
     dirty_bytes: int
+    tenants: dict[str, tuple[int, int]]
+    """Bytes that each tenant with a quota holds of DRAM, and may hold."""
     nvme_in_use: bool
     shared_in_use: bool | None
     """None: there is no shared tier."""
@@ -147,6 +149,7 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
         held_bytes=sizes("held_bytes"),
         capacity_bytes=sizes("capacity_bytes"),
         dirty_bytes=int(total(after, f"{_STORE}dirty_bytes")),
+        tenants=_tenants(after),
         nvme_in_use=all(in_use),
         shared_in_use=all(shared_in_use) if shared_in_use else None,
         siblings={
@@ -278,6 +281,8 @@ def cells(found: Look, absent: Set[str]) -> dict[str, str]:
     for tier, name in (("dram", "DRAM"), ("nvme", "NVMe")):
         held, capacity = found.held_bytes[tier], found.capacity_bytes[tier]
         rows[f"{name} in use"] = f"{format_size(held)} of {format_size(capacity)}"
+    for tenant, (held, most) in found.tenants.items():
+        rows[f"  {tenant}"] = f"{format_size(held)} of {format_size(most)} of DRAM"
     rows["not yet on NVMe"] = format_size(found.dirty_bytes)
     errors = [f"{n} {kind}" for kind, n in found.errors.items() if n]
     rows["errors"] = ", ".join([*_out_of_use(found), *errors]) or "none"

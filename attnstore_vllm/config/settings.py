@@ -20,6 +20,7 @@ from typing import Literal
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
+from attnstore_vllm.config.quotas import Quota, parse_quotas
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.values import (
     LEAST,
@@ -352,6 +353,8 @@ class StoreConfig:
     """None: KV stays while there is room."""
     pinning: PinningConfig | None = None
     """None: nothing may be pinned."""
+    quotas: tuple[Quota, ...] = ()
+    """Of tenants that have one."""
     shared_by: Sharing = "everyone"
     """`share`."""
     truncation: TruncationConfig | None = TruncationConfig()
@@ -426,6 +429,7 @@ class StoreConfig:
             states_every=_states_every(given.get("states_every", "auto")),
             ttl_s=ttl_s,
             pinning=PinningConfig.parse(given.get("pinning", False)),
+            quotas=parse_quotas(given.get("quotas", False)),
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
             shared=tier,
@@ -464,6 +468,7 @@ class StoreConfig:
             self,
             dram_bytes=self.dram_bytes // self.data_parallel_size,
             nvme=self.nvme.share(dp_rank, self.data_parallel_size),
+            quotas=tuple(quota.share(self.data_parallel_size) for quota in self.quotas),
             shared=self.shared and self.shared.share(self.data_parallel_size),
             audit=self.audit and self.audit.share(self.data_parallel_size),
             trace=self.trace

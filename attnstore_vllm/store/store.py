@@ -53,9 +53,9 @@ from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab
+from attnstore_vllm.tiers.quotas import residency_with, tenant_gauges
 from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.remote_io import awaits_remote, remote_tiers_of
-from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Event, Key
 
@@ -92,7 +92,7 @@ class Store:
         self._estimator = ReturnEstimator()
         self._ttl_s = config.ttl_s
         order = partial(departures, config.eviction, estimator=self._estimator)
-        self.residency = Residency(
+        self.residency = residency_with(config.quotas, pool)(
             pool.num_slots,
             slab.records_max,
             order,
@@ -672,6 +672,7 @@ class Store:
             gauges = {
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
+                **tenant_gauges(self.residency, slot_bytes),
             }
             gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
             for io in self.thread.tiers:
