@@ -33,7 +33,7 @@ class Play:
             chunk_tokens=CHUNK_TOKENS,
             pin_shares=(0.5, 0.25),
             dram_quotas=MOST,
-            names={tenant: "any" for tenant in MOST},
+            names=dict.fromkeys(MOST, "any"),
         )
         self.tiers.nvme.open(0, 40)
         self.saving: list[Chunk] = []

@@ -155,7 +155,7 @@ vllm:attnstore_tenant_quota_bytes{engine="1",tenant="gold",tier="dram"} 3145728.
     with console.capture() as captured:
         console.print(table(looks))
     (line,) = (line for line in captured.get().splitlines() if "tenant" in line)
-    assert line.split() == "tenant gold - 2MiB of 6MiB of DRAM".split()
+    assert line.split() == ["tenant", "gold", "-", "2MiB", "of", "6MiB", "of", "DRAM"]
 
 
 def test_servers_with_and_without_a_shared_tier_stand_beside_each_other() -> None:
