@@ -20,8 +20,8 @@ from typing import Literal
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
-from attnstore_vllm.config.quotas import Quota, parse_quotas
 from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.config.tenants import Quota, parse_quotas
 from attnstore_vllm.config.values import (
     LEAST,
     SIZE_MIN,
@@ -354,7 +354,7 @@ class StoreConfig:
     pinning: PinningConfig | None = None
     """None: nothing may be pinned."""
     quotas: tuple[Quota, ...] = ()
-    """Of tenants that have one."""
+    """One for each tenant that has one."""
     shared_by: Sharing = "everyone"
     """`share`."""
     truncation: TruncationConfig | None = TruncationConfig()

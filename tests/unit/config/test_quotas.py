@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.config.quotas import TENANTS_MAX, Quota, parse_quotas
 from attnstore_vllm.config.settings import StoreConfig
+from attnstore_vllm.config.tenants import TENANTS_MAX, Quota, parse_quotas
 from attnstore_vllm.errors import ConfigError
 
 SALT = "s3cret-salt"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tenants may hold of DRAM, where the settings have quotas; else Residency is used as it is.
+"""Quotas of DRAM for tenants. Where the settings have none, Residency is used as it is.
 
 A tenant that is at its quota makes room for itself: its own least worthy chunk goes, and a save for
 which none can go is not made. What is stored already may be read though it goes beyond: a request
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from attnstore_vllm.config.quotas import Quota
+from attnstore_vllm.config.tenants import Quota
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import tenant_hash
@@ -140,7 +140,7 @@ class LimitedResidency(Residency):
         super().leave_dram(*chunks)
 
     def check_integrity(self) -> None:
-        """What Residency asserts, and a recount. A copy that an audit compares is not counted."""
+        """All that Residency asserts, and a recount. A copy that an audit compares is not counted."""
         super().check_integrity()
         self.quotas.check_integrity(
             (slot, chunk.name.tenant)
@@ -168,7 +168,7 @@ def residency_with(quotas: Sequence[Quota], pool: Pool) -> Callable[..., Residen
 
 
 def tenant_gauges(residency: Residency, slot_bytes: int) -> dict[tuple[str, str], float]:
-    """What each tenant with a quota holds and may hold, in bytes. Without quotas there is none."""
+    """Bytes that each tenant with a quota holds and may hold. Without quotas there is none."""
     if not isinstance(residency, LimitedResidency):
         return {}
     quotas, gauges = residency.quotas, dict[tuple[str, str], float]()

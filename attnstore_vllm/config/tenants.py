@@ -28,7 +28,7 @@ _EXAMPLE = "{gold: {salt_file: /run/secrets/gold_salt, dram: 0.25}}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What one tenant may hold."""
+    """The quota of one tenant."""
 
     name: str
     salt_file: Path | None
