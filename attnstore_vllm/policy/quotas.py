@@ -115,4 +115,5 @@ class Quotas:
         for tenant, found in self._tenants.items():
             assert set(found.slots) == {slot for slot, of in counted.items() if of == tenant}
             assert len(found.order) == len(found.slots)
-            assert (tenant in self.over) == (len(found.slots) > found.most)
+            is_over = tenant in self.over
+            assert is_over == (len(found.slots) > found.most)

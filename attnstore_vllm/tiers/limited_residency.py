@@ -140,7 +140,7 @@ class LimitedResidency(Residency):
         super().leave_dram(*chunks)
 
     def check_integrity(self) -> None:
-        """All that Residency asserts, and a recount. A copy that an audit compares is not counted."""
+        """All that Residency asserts, and a recount, but of the copies that audits compare."""
         super().check_integrity()
         self.quotas.check_integrity(
             (slot, chunk.name.tenant)
