@@ -37,7 +37,7 @@ class Quota:
     """A share of DRAM, or bytes."""
 
     def dram_slots(self, num_slots: int, slot_bytes: int) -> int:
-        """Of so many; one at least."""
+        """Slots, of so many; one at least."""
         is_share = isinstance(self.dram, float)
         return max(1, int(self.dram * num_slots) if is_share else int(self.dram // slot_bytes))
 

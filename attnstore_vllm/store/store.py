@@ -48,10 +48,10 @@ from attnstore_vllm.policy.visits import (
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
+from attnstore_vllm.store.limited_residency import residency_with, tenant_gauges
 from attnstore_vllm.store.lookup import Lookup, alike_of, ends_cut, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
-from attnstore_vllm.tiers.limited_residency import residency_with, tenant_gauges
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.remote import RemoteLookup

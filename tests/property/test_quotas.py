@@ -14,7 +14,7 @@ import pytest
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.policy.visits import unknown_run
-from attnstore_vllm.tiers.limited_residency import LimitedResidency
+from attnstore_vllm.store.limited_residency import LimitedResidency
 from attnstore_vllm.types import NVME, Key
 from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 

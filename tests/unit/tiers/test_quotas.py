@@ -12,7 +12,7 @@ from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.policy.visits import unknown_run
-from attnstore_vllm.tiers.limited_residency import LimitedResidency, residency_with, tenant_gauges
+from attnstore_vllm.store.limited_residency import LimitedResidency, residency_with, tenant_gauges
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.types import DRAM, NVME
 from tests.helpers import CHUNK_TOKENS, lru, memory_rig, name_of, sequence_of, tokens_of
