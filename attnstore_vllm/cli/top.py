@@ -71,6 +71,8 @@ class Look:
     held_bytes: dict[str, int]
     capacity_bytes: dict[str, int]
     dirty_bytes: int
+    tenants: dict[str, tuple[int, int]]
+    """Bytes that each tenant with a quota holds of DRAM, and may hold."""
     nvme_in_use: bool
     shared_in_use: bool | None
     """None: there is no shared tier."""
@@ -147,6 +149,7 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
         held_bytes=sizes("held_bytes"),
         capacity_bytes=sizes("capacity_bytes"),
         dirty_bytes=int(total(after, f"{_STORE}dirty_bytes")),
+        tenants=_tenants(after),
         nvme_in_use=all(in_use),
         shared_in_use=all(shared_in_use) if shared_in_use else None,
         siblings={
@@ -154,6 +157,18 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
         },
         errors=by("errors", "kind", ERRORS),
     )
+
+
+def _tenants(metrics: Metrics) -> dict[str, tuple[int, int]]:
+    held, most = f"{_STORE}tenant_held_bytes", f"{_STORE}tenant_quota_bytes"
+    names = {dict(labels).get("tenant", "") for name, labels in metrics if name == most}
+    return {
+        tenant: (
+            int(total(metrics, held, tenant=tenant, tier="dram")),
+            int(total(metrics, most, tenant=tenant, tier="dram")),
+        )
+        for tenant in sorted(names)
+    }
 
 
 class Servers:
@@ -234,8 +249,9 @@ def table(seen: Sequence[Look | TopError]) -> Group:
         grid.add_column(found.url, justify="right")
     absent = set.intersection(*map(_absent, shown)) if shown else set()
     columns = [cells(found, absent) for found in shown]
-    for name in columns[0] if columns else ():
-        grid.add_row(name, *(column[name] for column in columns))
+    for name in dict.fromkeys(name for column in columns for name in column):
+        # Only of tenants: each server has its own.
+        grid.add_row(name, *(column.get(name, "-") for column in columns))
     problems = [Text(str(found), style="red") for found in seen if isinstance(found, TopError)]
     return Group(grid, *problems) if columns else Group(*problems)
 
@@ -278,6 +294,8 @@ def cells(found: Look, absent: Set[str]) -> dict[str, str]:
     for tier, name in (("dram", "DRAM"), ("nvme", "NVMe")):
         held, capacity = found.held_bytes[tier], found.capacity_bytes[tier]
         rows[f"{name} in use"] = f"{format_size(held)} of {format_size(capacity)}"
+    for tenant, (held, most) in found.tenants.items():
+        rows[f"  tenant {tenant}"] = f"{format_size(held)} of {format_size(most)} of DRAM"
     rows["not yet on NVMe"] = format_size(found.dirty_bytes)
     errors = [f"{n} {kind}" for kind, n in found.errors.items() if n]
     rows["errors"] = ", ".join([*_out_of_use(found), *errors]) or "none"

@@ -22,6 +22,7 @@ from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
 from attnstore_vllm.config.holding import HoldingConfig
 from attnstore_vllm.config.shared import SharedConfig
+from attnstore_vllm.config.tenants import Quota, parse_quotas
 from attnstore_vllm.config.values import (
     LEAST,
     SIZE_MIN,
@@ -355,6 +356,8 @@ class StoreConfig:
     """None: nothing may be pinned."""
     holding: HoldingConfig | None = None
     """None: no HBM is held."""
+    quotas: tuple[Quota, ...] = ()
+    """One for each tenant that has one."""
     shared_by: Sharing = "everyone"
     """`share`."""
     truncation: TruncationConfig | None = TruncationConfig()
@@ -430,6 +433,7 @@ class StoreConfig:
             ttl_s=ttl_s,
             pinning=PinningConfig.parse(given.get("pinning", False)),
             holding=HoldingConfig.parse(given.get("holding", False)),
+            quotas=parse_quotas(given.get("quotas", False)),
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
             shared=tier,
@@ -468,6 +472,7 @@ class StoreConfig:
             self,
             dram_bytes=self.dram_bytes // self.data_parallel_size,
             nvme=self.nvme.share(dp_rank, self.data_parallel_size),
+            quotas=tuple(quota.share(self.data_parallel_size) for quota in self.quotas),
             shared=self.shared and self.shared.share(self.data_parallel_size),
             audit=self.audit and self.audit.share(self.data_parallel_size),
             trace=self.trace

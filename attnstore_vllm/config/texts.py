@@ -234,6 +234,13 @@ SETTINGS = (
         "Set off where no request may wait for others' holds.",
     ),
     Setting(
+        "quotas", "off", "off, or {NAME: {salt_file: absolute path, dram: share or size}}",
+        "How much of DRAM a tenant may hold: the requests whose cache_salt is in the file, or "
+        "those without one. At its quota its own KV goes first.",
+        "Set it, as in {gold: {salt_file: /run/secrets/gold_salt, dram: 0.25}}, where one tenant "
+        "takes the room of others. NVMe has no quotas.",
+    ),
+    Setting(
         "truncation.enabled", "false", "true, false",
         "Whether prompts whose first turns were cut are served from stored KV. It is moved to its "
         "new position, which is approximate. false: only requests that ask (`truncation: true`); "

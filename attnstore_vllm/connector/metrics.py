@@ -139,6 +139,11 @@ GAUGES = {
     "held_bytes": ("tier", "Bytes of slots in use."),
     "capacity_bytes": ("tier", "Bytes of all slots that there can be."),
     "dirty_bytes": ("tier", "Bytes in DRAM that wait to be written to this tier."),
+    "tenant_held_bytes": (
+        "tenant tier",
+        "Bytes of slots in use by a tenant with a quota. Without quotas there is none.",
+    ),
+    "tenant_quota_bytes": ("tenant tier", "Bytes that such a tenant may hold."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),
     "shared_in_use": (
         "direction",

@@ -49,6 +49,7 @@ from attnstore_vllm.policy.visits import (
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
+from attnstore_vllm.store.limited_residency import residency_with, tenant_gauges
 from attnstore_vllm.store.lookup import Lookup, alike_of, ends_cut, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
@@ -56,7 +57,6 @@ from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.remote_io import awaits_remote, remote_tiers_of
-from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import MakeTier
 from attnstore_vllm.types import DRAM, Event, Key
 
@@ -93,7 +93,7 @@ class Store:
         self._estimator = ReturnEstimator()
         self._ttl_s = config.ttl_s
         order = partial(departures, config.eviction, estimator=self._estimator)
-        self.residency = Residency(
+        self.residency = residency_with(config.quotas, pool)(
             pool.num_slots,
             slab.records_max,
             order,
@@ -675,6 +675,7 @@ class Store:
             gauges = {
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
+                **tenant_gauges(self.residency, slot_bytes),
             }
             gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
             for io in self.thread.tiers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Protocol
@@ -82,6 +82,15 @@ class DramTier(Tier):
     @property
     def num_used(self) -> int:
         return len(self.owned)
+
+    @property
+    def growing(self) -> Container[Run]:
+        """Runs of which chunks are being saved."""
+        return self._growing
+
+    def may_go(self, slot: int) -> bool:
+        """Whether nothing reads or fills the slot, no request waits for it and no pin keeps it."""
+        return slot in self._order_of and not self.owned[slot].dram.uses
 
     def copy_of(self, chunk: Chunk) -> InTier:
         return chunk.dram

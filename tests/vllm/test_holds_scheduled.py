@@ -311,9 +311,9 @@ def test_a_hold_that_is_released_twice_is_seen(
 
 @one_case
 def test_holds_that_keep_their_room_are_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.learn()
     monkeypatch.setattr(Holds, "_make_room", lambda *_: False)
     with pytest.raises(AssertionError, match="others are held"):
-        world.learn()
         drive(world, 0)
 
 

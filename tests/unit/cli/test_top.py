@@ -143,6 +143,21 @@ vllm:attnstore_siblings{engine="0",state="all"} 3.0
     assert "2 of 3 links to siblings are down" in rows["errors"]
 
 
+def test_tenants_with_quotas_are_shown_beside_a_server_without() -> None:
+    more = """vllm:attnstore_tenant_held_bytes{engine="0",tenant="gold",tier="dram"} 1048576.0
+vllm:attnstore_tenant_held_bytes{engine="1",tenant="gold",tier="dram"} 1048576.0
+vllm:attnstore_tenant_quota_bytes{engine="0",tenant="gold",tier="dram"} 3145728.0
+vllm:attnstore_tenant_quota_bytes{engine="1",tenant="gold",tier="dram"} 3145728.0
+"""
+    looks = [figures("a", {}, parse_metrics(text), None) for text in (TEXT, TEXT + more)]
+    assert looks[0].tenants == {}
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(table(looks))
+    (line,) = (line for line in captured.get().splitlines() if "tenant" in line)
+    assert line.split() == ["tenant", "gold", "-", "2MiB", "of", "6MiB", "of", "DRAM"]
+
+
 def test_servers_with_and_without_a_shared_tier_stand_beside_each_other() -> None:
     shared = TEXT + 'vllm:attnstore_shared_in_use{direction="reads",engine="0"} 1.0\n'
     texts = (TEXT, shared), (shared, TEXT)
