@@ -100,6 +100,8 @@ def test_what_is_beyond_goes_before_what_is_older() -> None:
     assert tiers.begin_fetch(first, tiers.nvme), "a request waits for it"
     tiers.finish_fetch(first, verified=True)
     tiers.release(second)
+    tiers.now += 1
+    tiers.use([first, second], unknown_run(tiers.now))  # by age the other would go
     assert GOLD in tiers.quotas.over
     save(tiers, 10, None)
     assert other.dram.state is State.READY
