@@ -20,7 +20,7 @@ from typing import Literal
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
-from attnstore_vllm.config.holding import HoldingConfig
+from attnstore_vllm.config.hbm_holds import HoldingConfig
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.tenants import Quota, parse_quotas
 from attnstore_vllm.config.values import (
@@ -378,10 +378,9 @@ class StoreConfig:
             raise ConfigError(
                 f"the settings of AttnStore are {found}; they must be a mapping, as in\n{LEAST}"
             )
-        typed = {"dram_bytes", "load_deadline_ms", "ttl_s", "write_buffer_bytes", "shared_by"}
-        typed.add("dram_codec")
+        typed = {"dram_bytes", "dram_codec", "load_deadline_ms", "ttl_s", "write_buffer_bytes"}
         named = {"dram", LOAD_DEADLINE.name, "ttl", "write_buffer", "share"}
-        known = ({f.name for f in fields(cls)} - typed) | named
+        known = ({f.name for f in fields(cls)} - typed - {"shared_by"}) | named
         check_keys("", given, known, {"dram", "nvme"}, {LOAD_DEADLINE.old_name})
         optional = {
             key: parse_integer(key, given[key], low, high)

@@ -229,8 +229,7 @@ SETTINGS = (
     ),
     Setting(
         "holding.defer", "60s", "time, as in 30s, or off",
-        "The longest time that a conversation waits which comes back and has lost its HBM, while "
-        "those in play fill it.",
+        "The longest time that a conversation that comes back waits, while those in play fill HBM.",
         "Set off where no request may wait for others' holds.",
     ),
     Setting(

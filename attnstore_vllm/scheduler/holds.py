@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnstore_vllm.config.holding import HoldingConfig
+from attnstore_vllm.config.hbm_holds import HoldingConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.policy.holding import SESSIONS_MAX, Holding
 from attnstore_vllm.scheduler.costs import Costs
@@ -46,6 +46,10 @@ Seconds = Callable[[int], float]
 """For computing so many tokens from the first on; 0 where that is not known."""
 
 
+HELD = "held_hbm_tokens", ""
+"""The gauge of tokens that are held, which has no label."""
+
+
 class HoldEvent(Word):
     """Labels of the metric `holds`."""
 
@@ -53,7 +57,7 @@ class HoldEvent(Word):
     RETURNED = "returned"
     """Its session has come back, and has its blocks."""
     OVER = "over"
-    NO_ROOM = "no_room"
+    GAVE_WAY = "gave_way"
     """Let go since a request had no room."""
     DROPPED = "dropped"
     """Let go in a reset, or since the session was aborted."""
@@ -62,7 +66,7 @@ class HoldEvent(Word):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _Arrived:
     """A request that has come and has no blocks yet."""
 
     session: int
@@ -71,7 +75,7 @@ class _Waiting:
     """Tokens of it that the session had when it left; 0: it is new."""
     loaded_tokens: int = 0
     load_s: float = 0.0
-    """What tiers have of it, and how long that takes to load."""
+    """Tokens that tiers have of it, and how long they take to load."""
     is_deferred: bool = False
 
 
@@ -86,18 +90,18 @@ class Holds:
     def __init__(
         self, config: HoldingConfig, computing_s: Seconds, clock: Clock = time.monotonic
     ) -> None:
-        self._config, self._computing_s, self._clock = config, computing_s, clock
-        self._holding: Holding | None = None
+        self._config, self.computing_s, self.clock = config, computing_s, clock
+        self.holding: Holding | None = None
         """None: vLLM's pool is not known yet, or not as we know it."""
-        self._pool: Any = None
+        self.pool: Any = None
         self._block_tokens = 0
         self._numbers = itertools.count()
         self._away = OrderedDict[object, tuple[int, int]]()
         """Session and tokens, by vLLM's name of the last block that it left. SESSIONS_MAX."""
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _Arrived] = {}
         self._running: dict[str, int] = {}
         """Sessions of requests that have their blocks."""
-        self._blocks: dict[int, list[Any]] = {}
+        self.blocks: dict[int, list[Any]] = {}
         """Held, by session."""
         self._num_deferred = 0
         self._is_open = False
@@ -112,8 +116,8 @@ class Holds:
         if missing or not hasattr(manager, "allocate_slots"):
             logger.warning("holding is off: this vLLM's block pool is not as it is known to be")
             return
-        self._pool, self._block_tokens = pool, pool.hash_block_size
-        self._holding = Holding(
+        self.pool, self._block_tokens = pool, pool.hash_block_size
+        self.holding = Holding(
             max(1, (pool.num_gpu_blocks - 1) * self._block_tokens),
             share=self._config.share,
             longest_s=self._config.longest_s,
@@ -124,7 +128,7 @@ class Holds:
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
             found = allocate(request, *args, **kwargs)
-            while found is None and self._make_room(request.request_id):
+            while found is None and self.make_room(request.request_id):
                 found = allocate(request, *args, **kwargs)
             if found is not None and request.request_id in self._waiting:
                 self._started(request)
@@ -141,16 +145,16 @@ class Holds:
 
     def came(self, request: Request) -> None:
         """A request waits. Cost: a look at each of its blocks."""
-        if self._holding is None or request.resumable or request.skip_reading_prefix_cache:
+        if self.holding is None or request.resumable or request.skip_reading_prefix_cache:
             return
-        now, session, history = self._clock(), next(self._numbers), 0
+        now, session, history = self.clock(), next(self._numbers), 0
         if self._away:
             for name in reversed(request.block_hashes):
                 if name in self._away:
                     session, history = self._away.pop(name)
-                    self._holding.came(session, now)
+                    self.holding.came(session, now)
                     break
-        self._waiting[request.request_id] = _Waiting(session, now, history)
+        self._waiting[request.request_id] = _Arrived(session, now, history)
 
     def found(self, request_id: str, tokens: int, load_s: float) -> None:
         """Tiers have so many tokens of a request that has come, and would load them in so long."""
@@ -161,14 +165,14 @@ class Holds:
     def waits(self, request: Request) -> bool:
         """Whether a request that vLLM asks for waits at the door. Asked again each step."""
         waiting = self._waiting.get(request.request_id)
-        if self._holding is None or waiting is None or not waiting.history:
+        if self.holding is None or waiting is None or not waiting.history:
             return False
         if self._is_open or brings_kv(request.kv_transfer_params):
             self._is_open = False
             return False
-        now = self._clock()
+        now = self.clock()
         waited_s = now - waiting.came_at
-        if self._num_deferred >= DOOR_MAX or self._holding.is_admitted(
+        if self._num_deferred >= DOOR_MAX or self.holding.is_admitted(
             waiting.session, request.num_tokens, waited_s, now
         ):
             return False
@@ -186,18 +190,18 @@ class Holds:
         request_id = request.request_id
         waiting = self._waiting.pop(request_id, None)
         session = self._running.pop(request_id, None) if waiting is None else waiting.session
-        if self._holding is None or session is None:
+        if self.holding is None or session is None:
             return
         left = self._left(request, blocks)
         is_over = getattr(request.status, "name", "") not in _ENDED
         if waiting is not None or not left or is_over:
             self._forget(session)
             return
-        now, tokens = self._clock(), len(left) * self._block_tokens
+        now, tokens = self.clock(), len(left) * self._block_tokens
         self._follow(request.block_hashes[len(left) - 1], session, tokens)
-        if self._holding.ended(session, tokens, self._computing_s(tokens), now):
-            self._pool.touch(left)
-            self._blocks[session] = left
+        if self.holding.ended(session, tokens, self.computing_s(tokens), now):
+            self.pool.touch(left)
+            self.blocks[session] = left
             self.counts[HoldEvent.MADE] += 1
 
     def _left(self, request: Request, blocks: Sequence[int]) -> list[Any]:
@@ -206,7 +210,7 @@ class Holds:
         if isinstance(getattr(request._block_hasher, "__self__", None), HiddenNames):
             return found
         for number in blocks[: len(request.block_hashes)]:
-            block = self._pool.blocks[number]
+            block = self.pool.blocks[number]
             if block.is_null or block.block_hash is None:
                 break
             found.append(block)
@@ -222,22 +226,22 @@ class Holds:
             self._forget(self._away.popitem(last=False)[1][0])
 
     def _forget(self, session: int) -> None:
-        assert self._holding is not None
-        self._holding.gone(session)
-        self._release(session, HoldEvent.DROPPED)
+        assert self.holding is not None
+        self.holding.gone(session)
+        self.release(session, HoldEvent.DROPPED)
 
     def _started(self, request: Request) -> None:
         """It has its blocks: those that were held for it are its own by now."""
-        assert self._holding is not None
+        assert self.holding is not None
         waiting = self._waiting.pop(request.request_id)
         self._running[request.request_id] = waiting.session
-        computing_s = self._computing_s(waiting.history) if waiting.history else 0.0
+        computing_s = self.computing_s(waiting.history) if waiting.history else 0.0
         return_s = 0.0
         if computing_s:
-            rest_s = computing_s - self._computing_s(waiting.loaded_tokens)
+            rest_s = computing_s - self.computing_s(waiting.loaded_tokens)
             return_s = min(computing_s, waiting.load_s + rest_s)
-        self._holding.started(waiting.session, request.num_tokens, computing_s, return_s)
-        self._release(waiting.session, HoldEvent.RETURNED)
+        self.holding.started(waiting.session, request.num_tokens, computing_s, return_s)
+        self.release(waiting.session, HoldEvent.RETURNED)
 
     # ---- letting go --------------------------------------------------------------------
 
@@ -245,39 +249,44 @@ class Holds:
         """A step is planned."""
         self._is_open = is_empty and self._num_deferred > 0
         self._num_deferred = 0
-        if self._blocks:
-            assert self._holding is not None
-            for session in self._holding.over(self._clock()):
-                self._release(session, HoldEvent.OVER)
+        if self.blocks:
+            assert self.holding is not None
+            for session in self.holding.over(self.clock()):
+                self.release(session, HoldEvent.OVER)
 
-    def _make_room(self, request_id: str) -> bool:
+    def make_room(self, request_id: str) -> bool:
         """Let go of one hold, since a request finds no room. Returns False where there is none."""
-        if self._holding is None or not self._blocks:
+        if self.holding is None or not self.blocks:
             return False
         waiting = self._waiting.get(request_id)
-        session = self._holding.let_go(self._clock(), waiting.session if waiting else None)
+        session = self.holding.let_go(self.clock(), waiting.session if waiting else None)
         if session is None:
             return False
-        self._release(session, HoldEvent.NO_ROOM)
+        self.release(session, HoldEvent.GAVE_WAY)
         return True
 
     def clear(self) -> None:
         """Let go of all: what HBM has is dropped."""
-        for session in [*self._blocks]:
+        for session in [*self.blocks]:
             self._forget(session)
         self._away.clear()
 
-    def _release(self, session: int, why: HoldEvent) -> None:
-        blocks = self._blocks.pop(session, None)
+    def release(self, session: int, why: HoldEvent) -> None:
+        blocks = self.blocks.pop(session, None)
         if blocks is not None:
-            self._pool.free_blocks(reversed(blocks))  # the end of it is to leave first
+            self.pool.free_blocks(reversed(blocks))  # the end of it is to leave first
             self.counts[why] += 1
 
     # ---- figures -----------------------------------------------------------------------
 
     @property
+    def followed(self) -> tuple[int, int, int]:
+        """How many sessions are away, and how many requests wait and run. For tests."""
+        return len(self._away), len(self._waiting), len(self._running)
+
+    @property
     def held_tokens(self) -> int:
-        return self._block_tokens * sum(map(len, self._blocks.values()))
+        return self._block_tokens * sum(map(len, self.blocks.values()))
 
     def add_to(self, stats: StepStats) -> None:
         """Add what has happened since the last call."""
@@ -287,7 +296,7 @@ class Holds:
         held = float(self.held_tokens)
         if held != self._told_tokens:
             self._told_tokens = held
-            stats.set("held_hbm_tokens", "", held, time.monotonic())
+            stats.set(*HELD, held, time.monotonic())
 
 
 def holds_of(

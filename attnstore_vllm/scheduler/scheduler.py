@@ -148,15 +148,15 @@ class Scheduler:
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
         self._hints, self._sessions = hint_reader(config), Sessions()
-        self._holds = holds_of(config.holding, engine, geometry, costs)
+        self.holds = holds_of(config.holding, engine, geometry, costs)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
         self._offers.untaken.kv_cache_manager = manager
         self.rests.manager = manager
         self._watch.bind(manager)
-        if self._holds is not None:
-            self._holds.bind(manager)
+        if self.holds is not None:
+            self.holds.bind(manager)
         if self.events is not None:
             self.events.bind(manager)
             self._saving.note_save = self.events.name
@@ -176,8 +176,8 @@ class Scheduler:
         if not self._alive and not self._engine.has_prefix_cache:
             self._watch.doubt(is_empty=True)
         self._alive.add(request.request_id)
-        if self._holds is not None:
-            self._holds.came(request)
+        if self.holds is not None:
+            self.holds.came(request)
         media = RequestMedia(self._media, request)
         if request.mm_features or request.resumable:
             self._media_of[request.request_id] = media
@@ -262,13 +262,13 @@ class Scheduler:
         state.counted.has_expired |= self.store.residency.num_expired != num_expired
         state.expect(pieces)
         state.waiting.coming = pieces
-        if self._holds is not None:
-            note_found(self._holds, self.store, state)
+        if self.holds is not None:
+            note_found(self.holds, self.store, state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._holds is not None and self._holds.waits(request):
+        if self.holds is not None and self.holds.waits(request):
             return None, False
         state = self.requests.get(request.request_id)
         media = self._media_of.get(request.request_id)
@@ -380,8 +380,8 @@ class Scheduler:
             if self.store.needs and state.may_save:
                 self._saving.save_step_end(state, num_scheduled, self._tables_of(request_id))
         self._saving.end_step()
-        if self._holds is not None:
-            self._holds.end_step(is_empty=not output.num_scheduled_tokens)
+        if self.holds is not None:
+            self.holds.end_step(is_empty=not output.num_scheduled_tokens)
         if self.rests:
             self._save_rests(is_empty=not output.num_scheduled_tokens)
         self._look_up_late(is_empty=not output.num_scheduled_tokens)
@@ -621,8 +621,8 @@ class Scheduler:
         if request.lora_request is not None:
             self.adapters.leave(request.request_id)
         self._alive.discard(request.request_id)
-        if self._holds is not None:
-            self._holds.ended(request, block_ids[0] if block_ids else ())
+        if self.holds is not None:
+            self.holds.ended(request, block_ids[0] if block_ids else ())
 
     # ---- the rest ----------------------------------------------------------------------
 
@@ -649,8 +649,8 @@ class Scheduler:
         """Counts since the last call."""
         stats, self._stats = self._stats, StepStats()
         self._figures.add_to(stats)
-        if self._holds is not None:
-            self._holds.add_to(stats)
+        if self.holds is not None:
+            self.holds.add_to(stats)
         for put_off in (self._lookups.put_off, self._saving.put_off):
             for work, number in put_off.items():
                 stats.add("put_off", work, number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side is given of other parts."""
+"""Parts that the scheduler side is given."""
 
 from __future__ import annotations
 

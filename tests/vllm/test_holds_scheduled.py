@@ -56,14 +56,14 @@ class World:
         self.counts = dict.fromkeys(HoldEvent, 0)
         self.total_free = self.pool.get_num_free_blocks()
         self.num_steps = 0
-        holds: Holds | None = self.engine.ours._holds
+        holds: Holds | None = self.engine.ours.holds
         self.held = holds
         if holds is None:
             return
         # The scripted model computes in no time.
-        holds._computing_s, holds._clock = lambda tokens: 0.01 * tokens, lambda: self.now
+        holds.computing_s, holds.clock = lambda tokens: 0.01 * tokens, lambda: self.now
         holds.counts = self.counts
-        holds.add_to = lambda _: None  # type: ignore[method-assign]  # else each step empties it
+        holds.add_to = lambda stats: None  # type: ignore[method-assign]  # else each step empties it
         # Tiers have all, which makes returns cheap: then nothing would be held.
         holds.found = lambda *_: None  # type: ignore[method-assign]
         manager: Any = self.engine.scheduler.kv_cache_manager
@@ -71,7 +71,7 @@ class World:
 
         def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
             found = allocate(request, *args, **kwargs)
-            assert found is not None or not holds._blocks, "it has no room, and others are held"
+            assert found is not None or not holds.blocks, "it has no room, and others are held"
             return found
 
         manager.allocate_slots = checked
@@ -112,14 +112,14 @@ class World:
     def check_blocks(self) -> None:
         """After all requests have ended: blocks are free, or held as often as holds say."""
         users: dict[int, int] = {}
-        for blocks in self.holds._blocks.values():
+        for blocks in self.holds.blocks.values():
             for block in blocks:
                 users[block.block_id] = users.get(block.block_id, 0) + 1
         assert all(
             block.is_null or block.ref_cnt == users.get(block.block_id, 0)
             for block in self.pool.blocks
         )
-        assert not self.holds._running and not self.holds._waiting
+        assert self.holds.followed[1:] == (0, 0)
         self.holds.clear()
         assert self.pool.get_num_free_blocks() == self.total_free
 
@@ -178,7 +178,7 @@ def drive(world: World, seed: int, num_requests: int = 60) -> None:
         if random.random() < 0.05:
             with suppress(RuntimeError):  # requests that load have blocks: so it is without holds
                 world.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-            assert not world.holds._blocks
+            assert not world.holds.blocks
     world.drain()
 
 
@@ -207,12 +207,17 @@ def test_a_return_finds_what_others_would_have_evicted(
         found: list[int] = []
         ours = world.engine.ours
         ask = ours.get_num_new_matched_tokens
-        ours.get_num_new_matched_tokens = lambda r, local: (found.append(local), ask(r, local))[1]
+
+        def asked(request: Any, local: int) -> Any:
+            found.append(local)
+            return ask(request, local)
+
+        ours.get_num_new_matched_tokens = asked
         world.turn("two", [*text, 1, 2, 3], 2)
         return found[-1]
 
     without = make(case, model, tmp_path / "plain", holding="off")
-    assert without.engine.ours._holds is None
+    assert without.engine.ours.holds is None
     assert cached(without) == 0
     without.engine.close()
     assert cached(world) >= 200
@@ -257,7 +262,7 @@ def test_requests_at_the_door_go_in_at_the_deadline(
 ) -> None:
     world.learn()
     text = world.turn("one", tokens("one", 100))
-    assert world.holds._make_room("another")
+    assert world.holds.make_room("another")
     long = world.ask("long", tokens("long", 50), 400)
     monkeypatch.setattr(Holding, "_is_guarded", lambda *_: True)
     monkeypatch.setattr(Holding, "_fits", lambda *_: False)
@@ -281,9 +286,9 @@ def test_a_hold_that_is_never_released_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def forgetful(holds: Holds, session: int, why: HoldEvent) -> None:
-        holds._blocks.pop(session, None)
+        holds.blocks.pop(session, None)
 
-    monkeypatch.setattr(Holds, "_release", forgetful)
+    monkeypatch.setattr(Holds, "release", forgetful)
     world.learn()
     world.turn("one", tokens("one", 100))
     with pytest.raises(AssertionError):
@@ -294,15 +299,15 @@ def test_a_hold_that_is_never_released_is_seen(
 def test_a_hold_that_is_released_twice_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = Holds._release
+    release = Holds.release
 
     def twice(holds: Holds, session: int, why: HoldEvent) -> None:
-        blocks = holds._blocks.get(session)
+        blocks = holds.blocks.get(session)
         release(holds, session, why)
         if blocks is not None:
-            holds._pool.free_blocks(reversed(blocks))
+            holds.pool.free_blocks(reversed(blocks))
 
-    monkeypatch.setattr(Holds, "_release", twice)
+    monkeypatch.setattr(Holds, "release", twice)
     world.learn()
     world.turn("one", tokens("one", 100))
     with pytest.raises(AssertionError):
@@ -312,7 +317,7 @@ def test_a_hold_that_is_released_twice_is_seen(
 @one_case
 def test_holds_that_keep_their_room_are_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.learn()
-    monkeypatch.setattr(Holds, "_make_room", lambda *_: False)
+    monkeypatch.setattr(Holds, "make_room", lambda *_: False)
     with pytest.raises(AssertionError, match="others are held"):
         drive(world, 0)
 

@@ -95,7 +95,7 @@ def test_an_arm_without_nvme_that_used_one_is_refused() -> None:
     name = ("vllm:attnstore_bytes_total", frozenset({("direction", "dram_to_nvme")}))
     before, after = {name: 0.0}, {name: 4096.0}
     with pytest.raises(servers.LoadError, match="has no NVMe"):
-        servers.figures(arms.ours(1, has_nvme=False), [1.0], [], before, after)  # type: ignore[arg-type]
+        servers.figures(arms.ours(1, has_nvme=False), [1.0], [], before, after)
 
 
 def test_noise_is_the_distance_of_the_two_plain_ones() -> None:

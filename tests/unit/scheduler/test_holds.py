@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm.config.holding import HoldingConfig
+from attnstore_vllm.config.hbm_holds import HoldingConfig
 from attnstore_vllm.policy import holding as policy
 from attnstore_vllm.scheduler import holds as module
 from attnstore_vllm.scheduler.figures import StepStats
@@ -172,7 +172,7 @@ def test_a_request_never_lacks_what_is_held(world: World) -> None:
     request = world.come("large", ROOM)
     blocks = world.start(request)
     assert blocks is not None and len(blocks) == ROOM and not world.held
-    assert world.holds.counts[HoldEvent.NO_ROOM] == 8
+    assert world.holds.counts[HoldEvent.GAVE_WAY] == 8
     assert world.start(world.come("more", 1)) is None  # it has no room without holds either
 
 
@@ -230,8 +230,7 @@ def test_sessions_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "SESSIONS_MAX", 20)
     for number in range(100):
         world.turn(f"hostile {number}", 1)
-    assert len(world.holds._away) == 20 and world.held <= 20
-    assert not world.holds._waiting and not world.holds._running
+    assert world.holds.followed == (20, 0, 0) and world.held <= 20
 
 
 def thrash(world: World) -> Any:
@@ -252,7 +251,7 @@ def test_what_was_let_go_waits_at_the_door_and_no_longer_than_its_deadline(world
     assert world.holds.counts[HoldEvent.DEFERRED] == 1
     world.now += 20
     assert world.holds.waits(request)
-    world.holds._holding._let_go_at = world.now + 100  # type: ignore[union-attr]
+    world.holds.holding._let_go_at = world.now + 100  # type: ignore[union-attr]
     world.now += 41
     assert not world.holds.waits(request), "there is no deadline at the door"
 
@@ -297,4 +296,4 @@ def test_a_pool_that_is_not_known_holds_nothing(caplog: pytest.LogCaptureFixture
     assert "holding is off" in caplog.text and not hasattr(manager, "allocate_slots")
     world = World()
     holds.came(world.come("a", 1))
-    assert not holds._waiting
+    assert holds.followed[1] == 0
