@@ -188,7 +188,7 @@ class Holding:
         """Tokens that they may grow to; None: to be counted."""
         self._usual_tokens = 0.0
         self._pays = False
-        self._let_go_at = -math.inf
+        self.let_go_at = -math.inf
         self.held_tokens = 0
 
     def __contains__(self, session: int) -> bool:
@@ -218,7 +218,7 @@ class Holding:
     def _is_guarded(self, now: float) -> bool:
         """Whether sessions wait at the door: holds pay, tiers do not make up for their loss, and
         one was let go lately."""
-        is_short = now - self._let_go_at < SHORT_S
+        is_short = now - self.let_go_at < SHORT_S
         return is_short and self._pays and self._cost.ratio >= DOOR_RATIO
 
     def _fits(self, num_tokens: int) -> bool:
@@ -309,7 +309,7 @@ class Holding:
             saves_s = self._gaps.rate(now - held.since) * held.saves_s / held.num_tokens
             return one == wanted_by, one in self._waiting, saves_s
 
-        self._let_go_at = now
+        self.let_go_at = now
         session = min(self._held, key=worth)
         self._leave(session)
         return session

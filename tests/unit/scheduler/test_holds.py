@@ -251,7 +251,7 @@ def test_what_was_let_go_waits_at_the_door_and_no_longer_than_its_deadline(world
     assert world.holds.counts[HoldEvent.DEFERRED] == 1
     world.now += 20
     assert world.holds.waits(request)
-    world.holds.holding._let_go_at = world.now + 100  # type: ignore[union-attr]
+    world.holds.holding.let_go_at = world.now + 100  # type: ignore[union-attr]
     world.now += 41
     assert not world.holds.waits(request), "there is no deadline at the door"
 
