@@ -41,9 +41,11 @@ ARGUMENTS = (
     "2048",
 )
 CHUNK = 256
-SERIES = (  # that of a shared tier is there with such a tier alone
+BY_SETTINGS = ("shared_in_use", "tenant_held_bytes", "tenant_quota_bytes")
+"""Gauges that are there with a shared tier, or with quotas, alone."""
+SERIES = (
     *(f"vllm:attnstore_{name}_total" for name in COUNTERS),
-    *(f"vllm:attnstore_{name}" for name in GAUGES if name != "shared_in_use"),
+    *(f"vllm:attnstore_{name}" for name in GAUGES if name not in BY_SETTINGS),
     *(f"vllm:attnstore_{name}_count" for name in HISTOGRAMS),
 )
 
