@@ -183,6 +183,49 @@ def test_wrong_kv_that_waits_to_be_written_is_not_sent(
         two.close()
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_this_engine_has_put_says_nothing_of_what_others_put(
+    server: NetworkStore,
+    namespace: bytes,
+    open_shared: OpenShared,
+    stranger: Stranger,
+    tmp_path: Path,
+    is_replaced: bool,
+) -> None:
+    """It comes back as it was: so it agrees, whatever others have written. Once others have put
+    another record in its place, it is theirs."""
+    one = open_shared(server)
+    own, others = conversation(1, NUM_TOKENS), conversation(2, NUM_TOKENS)
+    theirs = whole_chunks(others, None)[0]
+    one.put(theirs, bytes(PAYLOAD_BYTES))
+    one.until(lambda: one.chunk(theirs).at(SHARED).state is State.READY)
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    tier = rigs.make(server.settings, namespace, directory=None)
+    two = memory_rig(more_tiers=(tier,), audit=audit, comparisons=(BITS,), path=tmp_path)
+    rigs.see_weights(two, same=True)
+    io = io_of(two)
+    two.until(lambda: io.generation.usable is not None)
+    try:
+        name = whole_chunks(own, None)[0]
+        two.put(name)
+        chunk = two.chunk(name)
+        two.until(lambda: chunk.at(SHARED).state is State.READY)
+        two.until_idle()
+        if is_replaced:
+            names, place, wrong = io._names(), stored_names(one, own)[0], bytes(PAYLOAD_BYTES)
+            assert names is not None
+            header = names.header(place, name, len(wrong), io.keys.digest(wrong))
+            stranger.put(place, bytes(header) + wrong)
+        two.store.drop([chunk])
+        brought: dict[str, str] = {}
+        for what, tokens, first in (("own", own, name), ("others", others, theirs)):
+            assert len(found(two, tokens)) == 1
+            brought[what] = two.chunk(first).brought_by
+        assert brought == {"own": SHARED if is_replaced else "", "others": SHARED}
+    finally:
+        two.close()
+
+
 def found(rig: Rig, tokens: list[int]) -> list[bytes]:
     lookup = lookup_of(tokens, None, may_ask=True)
     rig.store.find(lookup, 0, len(tokens))

@@ -154,6 +154,8 @@ class SharedIo(RemoteIo):
         self._alone: OrderedDict[bytes, float] = OrderedDict()
         self._damaged: OrderedDict[bytes, None] = OrderedDict()
         """RecordNames whose record is to be written over."""
+        self._put_here: OrderedDict[bytes, bytes] = OrderedDict()
+        """Digests of payloads that this process has put, by name: what comes back so is its own."""
         self._look_at = 0.0
         self._is_looking = False
         self._asker = DaemonPool(1, "attnstore-shared-ask")
@@ -325,6 +327,10 @@ class SharedIo(RemoteIo):
                 load.names.check(headers[number], load.name, load.chunk.name, size, digest)
             except CorruptRecordError as error:
                 found[number] = error
+                continue
+            with self.context.progress:
+                if self._put_here.get(load.name) == digest:
+                    load.chunk.brought_by = ""  # see TierBehind.source_of()
         return found
 
     def _end_load(
@@ -410,6 +416,8 @@ class SharedIo(RemoteIo):
                 elif not isinstance(outcome, StoreFailure) and store.name in damaged:
                     self._damaged.pop(store.name, None)
                     self._wrong.pop(bytes(store.chunk.name.key), None)
+                if not isinstance(outcome, StoreFailure):
+                    _remember(self._put_here, store.name, outcome)
                 store.done(outcome)
         self.health.note_write(failure)
         if failure is not None:
@@ -539,6 +547,7 @@ class SharedIo(RemoteIo):
         self.tier.open_to(False)
         self._alone.clear()
         self._damaged.clear()
+        self._put_here.clear()
         self._look_at = 0.0
         return NotedReset(self.context, "the shared tier", self._note_reset)
 
