@@ -143,8 +143,10 @@ class SharedIo(RemoteIo):
         self._saving = threading.Lock()
         self._said_out: str | None = None
         self._said_forged = self._said_unsaved = False
+        now = context.steady()
         self._budgets = [
-            Budget(rate, burst, is_new=burst < DAILY_BURST_S)  # a start adds nothing to a day's
+            # A start adds nothing to a day's.
+            Budget(rate, burst, empty_at=now if burst >= DAILY_BURST_S else None)
             for burst, rate in write_rates.items()
             if rate
         ]
