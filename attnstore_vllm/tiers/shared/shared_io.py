@@ -183,13 +183,22 @@ class SharedIo(RemoteIo):
     def can_store(self) -> bool:
         return self._num_storing < DEPTH
 
+    @property
+    def _usable(self) -> bytes | None:
+        """The generation that this engine reads and writes; None: none, now or for good."""
+        return None if self.has_left else self.generation.usable
+
+    def leave(self) -> None:
+        super().leave()
+        self.tier.open_to(False)
+
     def _names(self) -> RecordNames | None:
         """Locked."""
-        usable = self.generation.usable
+        usable = self._usable
         return None if usable is None else RecordNames(self.namespace, usable, self.keys)
 
     def gauges_now(self) -> dict[tuple[str, str], float]:
-        joined = self.generation.usable is not None
+        joined = self._usable is not None
         return {
             (f"{SHARED}_in_use", "reads"): float(self.health.reads.in_use and joined),
             (f"{SHARED}_in_use", "writes"): float(self.health.writes.in_use and joined),
@@ -198,7 +207,7 @@ class SharedIo(RemoteIo):
     # ---- asking ------------------------------------------------------------------------
 
     def look_up(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
-        if self.generation.usable is None:
+        if self._usable is None:
             return None
         return super().look_up(lookup, at, stop, request_id)
 
@@ -355,7 +364,7 @@ class SharedIo(RemoteIo):
 
     def must_wait(self) -> bool:
         now = self.context.steady()
-        if self.generation.usable is None or not self.helper.is_running:
+        if self._usable is None or not self.helper.is_running:
             return True
         return not all(budget.take(now, 0) for budget in self._budgets)
 
@@ -386,7 +395,7 @@ class SharedIo(RemoteIo):
     def _store(self, lane: int, batch: Sequence[_StoreJob], damaged: set[bytes]) -> None:
         failure: DeviceError | None = None
         # What was dropped since it waits is not sent: an audit may have found it wrong.
-        sent = [store for store in batch if not store.chunk.dropped]
+        sent = [store for store in batch if not (store.chunk.dropped or self.has_left)]
         over = [store for store in sent if store.name in damaged]
         new = [store for store in sent if store.name not in damaged]
         outcomes: dict[bytes, bytes | StoreFailure] = {}
@@ -485,7 +494,7 @@ class SharedIo(RemoteIo):
                 why_out = self.generation.why_out
                 # What it uses it must know after a restart too, so it is saved first.
                 self.generation.is_unsaved |= self.generation.to_json() != self._saved
-                self.tier.open_to(self.generation.usable is not None)
+                self.tier.open_to(self._usable is not None)
             if order is None:
                 break
             # What is too large to be read is nothing, and there all the same.
@@ -528,7 +537,7 @@ class SharedIo(RemoteIo):
                 self._saved = text
                 if text == self.generation.to_json():
                     self.generation.is_unsaved = False
-                    self.tier.open_to(self.generation.usable is not None)
+                    self.tier.open_to(self._usable is not None)
         return True
 
     def _note_reset(self) -> None:
@@ -538,7 +547,7 @@ class SharedIo(RemoteIo):
 
     def weights_seen(self, same: bool | None) -> None:
         self.generation.weights_seen(same)
-        self.tier.open_to(self.generation.usable is not None)
+        self.tier.open_to(self._usable is not None)
         self._look_at = 0.0
         self.context.wake()
 
