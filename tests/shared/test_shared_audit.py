@@ -17,7 +17,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared import shared_io
-from attnstore_vllm.tiers.shared.record import HEADER_BYTES
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames
 from attnstore_vllm.types import SHARED, Event
 from tests.helpers import PAYLOAD_BYTES, Rig, conversation, lookup_of, memory_rig, payload_of
 from tests.shared import rigs
@@ -212,8 +212,9 @@ def test_what_this_engine_has_put_says_nothing_of_what_others_put(
         two.until(lambda: chunk.at(SHARED).state is State.READY)
         two.until_idle()
         if is_replaced:
-            names, place, wrong = io._names(), stored_names(one, own)[0], bytes(PAYLOAD_BYTES)
-            assert names is not None
+            place, wrong = stored_names(one, own)[0], bytes(PAYLOAD_BYTES)
+            assert io.generation.usable is not None
+            names = RecordNames(io.namespace, io.generation.usable, io.keys)
             header = names.header(place, name, len(wrong), io.keys.digest(wrong))
             stranger.put(place, bytes(header) + wrong)
         two.store.drop([chunk])
