@@ -317,6 +317,12 @@ def nvme_only(rig: Rig, device: MemoryDevice) -> list[int]:
     return tokens
 
 
+def as_of_before(store: Store) -> None:
+    """Take all that NVMe has for what recovery has found there."""
+    nvme = store.residency.nvme
+    nvme.is_found[:] = b"\1" * nvme.num_slots
+
+
 STRANGER = 65534
 
 

@@ -104,7 +104,8 @@ class Chunk(_Referable):
     came_from: str = ""
     """The tier that its DRAM bytes came up from, while no request has loaded them since."""
     brought_by: str = ""
-    """The tier that its last DRAM bytes came up from, while it is an object; empty: none."""
+    """The tier that its last DRAM bytes came up from, if another process wrote them there; empty:
+    this one has computed them (TierBehind.source_of)."""
     origin: str = ""
     """The tier of others that it was copied from (remote.py); empty: it was computed here."""
     copied_for: Run | None = None

@@ -10,16 +10,18 @@ class Budget:
     Args:
         bytes_per_s: None for no limit.
         burst_s: seconds of rate that may be saved up.
-        is_new: nothing was ever taken of it. Else all that may be saved up counts as taken: an
-            earlier process may have done so just before, and starts must not add to the rate.
+        empty_at: nothing is saved up at this time, since an earlier process may have taken it
+            just before: starts must not add to the rate. None: all that may be is there at once.
     """
 
-    def __init__(self, bytes_per_s: float | None, burst_s: float, *, is_new: bool = True) -> None:
+    def __init__(
+        self, bytes_per_s: float | None, burst_s: float, *, empty_at: float | None = None
+    ) -> None:
         assert bytes_per_s is None or bytes_per_s > 0
         self._rate = bytes_per_s
         self._most = (bytes_per_s or 0.0) * burst_s
-        self._left = self._most if is_new else 0.0
-        self._at: float | None = None
+        self._left = self._most if empty_at is None else 0.0
+        self._at = empty_at
 
     def take(self, now: float, num_bytes: int) -> bool:
         """Take the bytes if anything is left. `now` in seconds of a steady clock."""

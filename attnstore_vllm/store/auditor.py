@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,6 +37,7 @@ from attnstore_vllm.store.audited_hits import AuditedHits
 from attnstore_vllm.store.trial import TierTrial
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.nvme.aside import Aside
+from attnstore_vllm.tiers.tier import source_of
 from attnstore_vllm.tiers.tier_io import TierIo
 from attnstore_vllm.types import Event
 
@@ -80,7 +82,9 @@ class Auditor:
         self._tiers = tiers
         self.comparisons = list(comparisons)
         groups = [group for group, one in enumerate(comparisons) if one is not None]
-        self.trial = TierTrial((tier.tier.name for tier in tiers), groups)
+        behind = [tier.tier for tier in tiers]
+        source = partial(source_of, behind=behind)
+        self.trial = TierTrial((tier.name for tier in behind), groups, source)
         context.residency.on_trial = self.trial.is_open
         self.reset: Callable[[], object] = lambda: None
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's

@@ -61,7 +61,7 @@ class StoreThread:
         rate = daily_writes / 86_400 if daily_writes is not None else None
         rates = [rate, *(None for _ in tiers[1:])]
         self._writers = [
-            Writer(context, tier, Budget(of_tier, WRITE_BURST_S, is_new=tier.is_new))
+            Writer(context, tier, Budget(of_tier, WRITE_BURST_S, empty_at=context.steady()))
             for tier, of_tier in zip(tiers, rates, strict=True)
         ]
         self._stopping = False

@@ -6,16 +6,18 @@ brought up is offered as none: so the first client's own prompt is the trial's. 
 is believed, and hits on it are drawn as all are. One that differs ends it: nothing of the tier is
 served (auditor.py).
 
-It has a limit: what cannot be compared after PUT_OFF_MAX requests is served uncompared, and told.
+What this process has written and reads back is no part of it: that it agrees says nothing of the
+rest. It has a limit: what cannot be compared after PUT_OFF_MAX requests is served uncompared, and
+told.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from attnstore_vllm.index.chunk import State
+from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
 
 TRIED_CHUNKS = 4
@@ -43,9 +45,13 @@ class TierTrial:
     Args:
         tiers: names of those behind DRAM.
         groups: KV cache groups that are compared.
+        source_of: see tiers/tier.py.
     """
 
-    def __init__(self, tiers: Iterable[str], groups: Iterable[int]) -> None:
+    def __init__(
+        self, tiers: Iterable[str], groups: Iterable[int], source_of: Callable[[Chunk], str]
+    ) -> None:
+        self._source_of = source_of
         self._groups = frozenset(groups)
         self._open = {name: _Tried() for name in tiers}
 
@@ -62,12 +68,14 @@ class TierTrial:
     def _is_untried(self, tiers: dict[str, _Tried], piece: Piece) -> bool:
         if piece.group not in self._groups:
             return False
-        tried = tiers.get(_tier_of(piece))
+        tried = tiers.get(self._source_of(piece.chunk))
         return tried is not None and not tried.has_passed(piece.group)
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """These are computed, to be compared."""
-        found = Counter((_tier_of(p), p.group) for p in pieces if p.group in self._groups)
+        found = Counter(
+            (self._source_of(p.chunk), p.group) for p in pieces if p.group in self._groups
+        )
         for (tier, group), count in found.items():
             if tier in self._open:
                 self._open[tier].needed.setdefault(group, min(count, TRIED_CHUNKS))
@@ -75,7 +83,7 @@ class TierTrial:
     def put_off(self, pieces: Sequence[Piece]) -> list[str]:
         """A request is computed for it. Returns tiers that are served uncompared from now on."""
         over = []
-        for tier in set(map(_tier_of, pieces)) & self._open.keys():
+        for tier in {self._source_of(piece.chunk) for piece in pieces} & self._open.keys():
             tried = self._open[tier]
             tried.put_off += 1
             if tried.put_off >= PUT_OFF_MAX:
@@ -95,11 +103,3 @@ class TierTrial:
     def close(self, tier: str) -> None:
         """It is believed, or has nothing of before any more."""
         self._open = {name: tried for name, tried in self._open.items() if name != tier}
-
-
-def _tier_of(piece: Piece) -> str:
-    """The tier that its bytes came up from, or will; empty: they were computed here."""
-    chunk = piece.chunk
-    if chunk.dram.state is State.READY:
-        return chunk.brought_by
-    return next(iter(chunk.behind), "")

@@ -30,7 +30,7 @@ from attnstore_vllm.tiers.announced import Announced
 from attnstore_vllm.tiers.dram_tier import DramTier, MakeTierBehind
 from attnstore_vllm.tiers.nvme.nvme_tier import NvmeTier
 from attnstore_vllm.tiers.pinning import Pinning
-from attnstore_vllm.tiers.tier import Pins, TierBehind
+from attnstore_vllm.tiers.tier import Pins, TierBehind, source_of
 from attnstore_vllm.types import NVME, Event, StoreFailure
 
 LOW_VALUE_PART = 4
@@ -372,9 +372,7 @@ class Residency:
 
     def is_on_trial(self, chunk: Chunk) -> bool:
         """Whether the tier is that its bytes came up from, or will, or that it was copied from."""
-        of = (tier.name for tier in self.behind if tier.name in chunk.behind)
-        source = next(of, "") if chunk.dram.state is State.ABSENT else chunk.brought_by
-        return self.on_trial(source) or self.on_trial(chunk.origin)
+        return self.on_trial(source_of(chunk, self.behind)) or self.on_trial(chunk.origin)
 
     # ---- DRAM -> HBM -------------------------------------------------------------------
 
@@ -478,7 +476,7 @@ class Residency:
             return False
         self.run_of(chunk)
         self.dram.give(chunk, State.READING)
-        chunk.came_from = chunk.brought_by = tier.name
+        chunk.came_from, chunk.brought_by = tier.name, tier.source_of(chunk)
         self.pinning.spread(chunk, self.now)
         self.look_ahead.has_come(chunk)
         return True

@@ -186,6 +186,11 @@ class TierBehind(Tier):
     def abandon(self, chunk: Chunk) -> None:
         """The chunk is not found any more, but its slot is not free before take_back()."""
 
+    def source_of(self, chunk: Chunk) -> str:
+        """Whose KV it has here: the tier's name, since it may be another process's; empty: this
+        process has written it. What is its own says nothing of the rest (store/trial.py)."""
+        return self.name
+
     @abstractmethod
     def written(self, chunk: Chunk) -> None:
         """The chunk is READY here, and in the index."""
@@ -304,3 +309,11 @@ class TierBehind(Tier):
     def _is_idle(self, chunk: Chunk) -> bool:
         copy = chunk.at(self.name)
         return copy.uses == 0 and copy.state is State.READY
+
+
+def source_of(chunk: Chunk, behind: Iterable[TierBehind]) -> str:
+    """The tier that its bytes came up from, or will, where another process has written them;
+    empty: this one has computed them."""
+    if chunk.dram.state is not State.ABSENT:
+        return chunk.brought_by
+    return next((tier.source_of(chunk) for tier in behind if tier.name in chunk.behind), "")

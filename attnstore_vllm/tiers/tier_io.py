@@ -59,8 +59,6 @@ class TierIo(ABC):
     """Events of its failures: others than NVMe may have their own."""
     sums_payloads: bool = True
     """Its checksums are of payloads as they are in DRAM."""
-    is_new: bool = True
-    """No earlier process can have written to it."""
     num_removing = 0
     """Locked. Removals of forget() that are not over: a stop waits for them."""
 

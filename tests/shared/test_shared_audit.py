@@ -17,7 +17,7 @@ from attnstore_vllm.index.chunk import State
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared import shared_io
-from attnstore_vllm.tiers.shared.record import HEADER_BYTES
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES, RecordNames
 from attnstore_vllm.types import SHARED, Event
 from tests.helpers import PAYLOAD_BYTES, Rig, conversation, lookup_of, memory_rig, payload_of
 from tests.shared import rigs
@@ -179,6 +179,50 @@ def test_wrong_kv_that_waits_to_be_written_is_not_sent(
         two.until_idle()
         assert stranger.get(place)[HEADER_BYTES:] == (payload_of(name) if is_there else b"")
         assert found(two, tokens) == [], "it is not known that this one is right"
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_what_this_engine_has_put_says_nothing_of_what_others_put(
+    server: NetworkStore,
+    namespace: bytes,
+    open_shared: OpenShared,
+    stranger: Stranger,
+    tmp_path: Path,
+    is_replaced: bool,
+) -> None:
+    """It comes back as it was: so it agrees, whatever others have written. Once others have put
+    another record in its place, it is theirs."""
+    one = open_shared(server)
+    own, others = conversation(1, NUM_TOKENS), conversation(2, NUM_TOKENS)
+    theirs = whole_chunks(others, None)[0]
+    one.put(theirs, bytes(PAYLOAD_BYTES))
+    one.until(lambda: one.chunk(theirs).at(SHARED).state is State.READY)
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    tier = rigs.make(server.settings, namespace, directory=None)
+    two = memory_rig(more_tiers=(tier,), audit=audit, comparisons=(BITS,), path=tmp_path)
+    rigs.see_weights(two, same=True)
+    io = io_of(two)
+    two.until(lambda: io.generation.usable is not None)
+    try:
+        name = whole_chunks(own, None)[0]
+        two.put(name)
+        chunk = two.chunk(name)
+        two.until(lambda: chunk.at(SHARED).state is State.READY)
+        two.until_idle()
+        if is_replaced:
+            place, wrong = stored_names(one, own)[0], bytes(PAYLOAD_BYTES)
+            assert io.generation.usable is not None
+            names = RecordNames(io.namespace, io.generation.usable, io.keys)
+            header = names.header(place, name, len(wrong), io.keys.digest(wrong))
+            stranger.put(place, bytes(header) + wrong)
+        two.store.drop([chunk])
+        brought: dict[str, str] = {}
+        for what, tokens, first in (("own", own, name), ("others", others, theirs)):
+            assert len(found(two, tokens)) == 1
+            brought[what] = two.chunk(first).brought_by
+        assert brought == {"own": SHARED if is_replaced else "", "others": SHARED}
     finally:
         two.close()
 

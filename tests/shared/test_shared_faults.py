@@ -6,18 +6,34 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attnstore_lab.testing.network_stores import NetworkStore
-from attnstore_vllm.tiers.shared import shared_generation
+from attnstore_vllm.index.chunk import ChunkName, State
+from attnstore_vllm.tiers.shared import shared_generation, shared_io
 from attnstore_vllm.tiers.shared.lanes import LaneOp
 from attnstore_vllm.tiers.shared.shared_generation import GenerationId
+from attnstore_vllm.tiers.shared.shared_io import STORE_LANES
+from attnstore_vllm.types import SHARED
 from tests.helpers import NAMESPACE, Rig, conversation, lookup_of, memory_rig, names_of, sequence_of
-from tests.shared.rigs import NUM_TOKENS, counts, fetch, io_of, make, see_weights, write
+from tests.shared import rigs
+from tests.shared.rigs import (
+    NUM_TOKENS,
+    counts,
+    fetch,
+    io_of,
+    make,
+    see_weights,
+    whole_chunks,
+    write,
+)
 
 OpenShared = Callable[..., Rig]
 WHOLE = NUM_TOKENS // 16
@@ -238,3 +254,66 @@ def test_changed_weights_leave_the_tier_for_good(
     time.sleep(0.2)
     assert fetch(two, tokens) == 0
     assert io_of(two).generation.usable is None
+
+
+def first_chunk(number: int) -> ChunkName:
+    return whole_chunks(conversation(number, NUM_TOKENS), None)[0]
+
+
+def test_who_has_left_writes_nothing_more(
+    server: NetworkStore, open_shared: OpenShared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An audit has stopped the serving, or weights have changed: what waits to be written stays
+    here, what is saved later too, and neither a look nor a reset opens the tier again."""
+    monkeypatch.setattr(shared_io, "LOOK_S", 0.05)
+    one = open_shared(server)
+    io = io_of(one)
+    looks, read = Counter[str](), io.helper.read
+
+    def counted(*given: Any) -> bytes | None:
+        looks["looks"] += 1
+        return read(*given)
+
+    monkeypatch.setattr(io.helper, "read", counted)
+    go_on, busy, ask = threading.Event(), set[int](), io.helper.numbers
+
+    def late(lane: int, *given: Any) -> list[int]:
+        if lane in STORE_LANES:
+            busy.add(lane)
+            go_on.wait(rigs.DEADLINE_S)
+        return ask(lane, *given)
+
+    monkeypatch.setattr(io.helper, "numbers", late)
+    for number in range(1, 2 + len(STORE_LANES)):
+        one.put(first_chunk(number))
+        chunk = one.chunk(first_chunk(number))
+        one.until(lambda: chunk.at(SHARED).state is State.WRITING)  # noqa: B023 - called at once
+        one.until(lambda: len(busy) == min(number, len(STORE_LANES)))  # noqa: B023
+    assert io.num_storing == len(STORE_LANES) + 1, "one waits for a thread"
+    assert one.store.remote is not None
+    one.store.remote.leave()
+    go_on.set()
+    one.until_idle()
+    assert SHARED not in chunk.behind
+    assert not io.tier.is_open and io.must_wait() and not gauge_in_use(one)
+
+    def saves(number: int) -> None:
+        before = looks["looks"]
+        one.until(lambda: looks["looks"] > before + 1)
+        one.put(first_chunk(number))
+        time.sleep(0.2)
+        one.until_idle()
+        assert not io.tier.is_open
+        assert SHARED not in one.chunk(first_chunk(number)).behind
+
+    saves(10)
+    see_weights(one, same=True)
+    saves(11)
+    one.store.reset()
+    see_weights(one, same=True)
+    saves(12)
+    two = open_shared(server)
+    for number in (len(STORE_LANES) + 1, 10, 11, 12):
+        assert fetch(two, conversation(number, NUM_TOKENS)) == 0
+    write(two, conversation(20, NUM_TOKENS))
+    assert fetch(one, conversation(20, NUM_TOKENS)) == 0, "nor is anything read"

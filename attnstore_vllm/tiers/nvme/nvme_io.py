@@ -150,7 +150,6 @@ class NvmeIo(TierIo):
         # Only the order of records comes from it; a clock that was set back costs order.
         self._sequence = int(context.wall() * 1e9)
         self._is_claiming = False
-        self.is_new = not slab.foreign and len(slab.own) == len(slab.fresh)
         for segment in slab.fresh:
             records = slab.records_of(segment)
             self._disk.tier.open(records.start, len(records))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVMe: many slots, in 13 bytes each. What is here and nowhere else is an entry of the index.
+"""NVMe: many slots, in 14 bytes each. What is here and nowhere else is an entry of the index.
 
 A slot, by its state:
 
@@ -69,6 +69,8 @@ class NvmeTier(TierBehind):
         self.owner = array("I", [0]) * num_slots
         """The owner's entry in the index, of OWNED and ADOPTED slots."""
         self.state = bytearray(num_slots)
+        self.is_found = bytearray(num_slots)
+        """1: recovery has entered what is there. What this process has written has 0."""
         self._index = index
         self._pinned_runs: dict[int, Run] = {}
         self._ends: npt.NDArray[np.float64] | None = None
@@ -109,6 +111,7 @@ class NvmeTier(TierBehind):
         self._lowest = slot + 1
         self._num_free -= 1
         self.state[slot], self.owner[slot] = OWNED, chunk.entry
+        self.is_found[slot] = 0
         self.order.add(slot, chunk.run)
         return slot
 
@@ -127,6 +130,9 @@ class NvmeTier(TierBehind):
         slot = chunk.at(NVME).slot
         self._leave_order(slot)
         self.state[slot] = GONE
+
+    def source_of(self, chunk: Chunk) -> str:
+        return self.name if self.is_found[chunk.at(NVME).slot] else ""
 
     def written(self, chunk: Chunk) -> None:
         self._index.bind(chunk)
@@ -249,6 +255,7 @@ class NvmeTier(TierBehind):
         states = self.states()
         assert np.all(states[bound] == FREE)
         states[bound] = ADOPTED
+        np.frombuffer(self.is_found, np.uint8)[bound] = 1
         self.owners()[bound] = entries
         self._num_free -= len(bound)
         for slot in freed.tolist():

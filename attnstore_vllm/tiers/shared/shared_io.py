@@ -143,8 +143,10 @@ class SharedIo(RemoteIo):
         self._saving = threading.Lock()
         self._said_out: str | None = None
         self._said_forged = self._said_unsaved = False
+        now = context.steady()
         self._budgets = [
-            Budget(rate, burst, is_new=burst < DAILY_BURST_S)  # a start adds nothing to a day's
+            # A start adds nothing to a day's.
+            Budget(rate, burst, empty_at=now if burst >= DAILY_BURST_S else None)
             for burst, rate in write_rates.items()
             if rate
         ]
@@ -154,6 +156,8 @@ class SharedIo(RemoteIo):
         self._alone: OrderedDict[bytes, float] = OrderedDict()
         self._damaged: OrderedDict[bytes, None] = OrderedDict()
         """RecordNames whose record is to be written over."""
+        self._put_here: OrderedDict[bytes, bytes] = OrderedDict()
+        """Digests of payloads that this process has put, by name: what comes back so is its own."""
         self._look_at = 0.0
         self._is_looking = False
         self._asker = DaemonPool(1, "attnstore-shared-ask")
@@ -179,13 +183,22 @@ class SharedIo(RemoteIo):
     def can_store(self) -> bool:
         return self._num_storing < DEPTH
 
+    @property
+    def _usable(self) -> bytes | None:
+        """The generation that this engine reads and writes; None: none, now or for good."""
+        return None if self.has_left else self.generation.usable
+
+    def leave(self) -> None:
+        super().leave()
+        self.tier.open_to(False)
+
     def _names(self) -> RecordNames | None:
         """Locked."""
-        usable = self.generation.usable
+        usable = self._usable
         return None if usable is None else RecordNames(self.namespace, usable, self.keys)
 
     def gauges_now(self) -> dict[tuple[str, str], float]:
-        joined = self.generation.usable is not None
+        joined = self._usable is not None
         return {
             (f"{SHARED}_in_use", "reads"): float(self.health.reads.in_use and joined),
             (f"{SHARED}_in_use", "writes"): float(self.health.writes.in_use and joined),
@@ -194,7 +207,7 @@ class SharedIo(RemoteIo):
     # ---- asking ------------------------------------------------------------------------
 
     def look_up(self, lookup: RemoteLookup, at: int, stop: int, request_id: str = "") -> Ask | None:
-        if self.generation.usable is None:
+        if self._usable is None:
             return None
         return super().look_up(lookup, at, stop, request_id)
 
@@ -325,6 +338,10 @@ class SharedIo(RemoteIo):
                 load.names.check(headers[number], load.name, load.chunk.name, size, digest)
             except CorruptRecordError as error:
                 found[number] = error
+                continue
+            with self.context.progress:
+                if self._put_here.get(load.name) == digest:
+                    load.chunk.brought_by = ""  # see TierBehind.source_of()
         return found
 
     def _end_load(
@@ -347,7 +364,7 @@ class SharedIo(RemoteIo):
 
     def must_wait(self) -> bool:
         now = self.context.steady()
-        if self.generation.usable is None or not self.helper.is_running:
+        if self._usable is None or not self.helper.is_running:
             return True
         return not all(budget.take(now, 0) for budget in self._budgets)
 
@@ -378,7 +395,7 @@ class SharedIo(RemoteIo):
     def _store(self, lane: int, batch: Sequence[_StoreJob], damaged: set[bytes]) -> None:
         failure: DeviceError | None = None
         # What was dropped since it waits is not sent: an audit may have found it wrong.
-        sent = [store for store in batch if not store.chunk.dropped]
+        sent = [store for store in batch if not (store.chunk.dropped or self.has_left)]
         over = [store for store in sent if store.name in damaged]
         new = [store for store in sent if store.name not in damaged]
         outcomes: dict[bytes, bytes | StoreFailure] = {}
@@ -410,6 +427,8 @@ class SharedIo(RemoteIo):
                 elif not isinstance(outcome, StoreFailure) and store.name in damaged:
                     self._damaged.pop(store.name, None)
                     self._wrong.pop(bytes(store.chunk.name.key), None)
+                if not isinstance(outcome, StoreFailure):
+                    _remember(self._put_here, store.name, outcome)
                 store.done(outcome)
         self.health.note_write(failure)
         if failure is not None:
@@ -475,7 +494,7 @@ class SharedIo(RemoteIo):
                 why_out = self.generation.why_out
                 # What it uses it must know after a restart too, so it is saved first.
                 self.generation.is_unsaved |= self.generation.to_json() != self._saved
-                self.tier.open_to(self.generation.usable is not None)
+                self.tier.open_to(self._usable is not None)
             if order is None:
                 break
             # What is too large to be read is nothing, and there all the same.
@@ -518,7 +537,7 @@ class SharedIo(RemoteIo):
                 self._saved = text
                 if text == self.generation.to_json():
                     self.generation.is_unsaved = False
-                    self.tier.open_to(self.generation.usable is not None)
+                    self.tier.open_to(self._usable is not None)
         return True
 
     def _note_reset(self) -> None:
@@ -528,7 +547,7 @@ class SharedIo(RemoteIo):
 
     def weights_seen(self, same: bool | None) -> None:
         self.generation.weights_seen(same)
-        self.tier.open_to(self.generation.usable is not None)
+        self.tier.open_to(self._usable is not None)
         self._look_at = 0.0
         self.context.wake()
 
@@ -539,6 +558,7 @@ class SharedIo(RemoteIo):
         self.tier.open_to(False)
         self._alone.clear()
         self._damaged.clear()
+        self._put_here.clear()
         self._look_at = 0.0
         return NotedReset(self.context, "the shared tier", self._note_reset)
 

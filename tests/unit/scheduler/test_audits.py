@@ -26,6 +26,7 @@ from attnstore_vllm.store.trial import PUT_OFF_MAX
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Event
 from tests.helpers import (
     PAYLOAD_BYTES,
+    as_of_before,
     name_of,
     names_of,
     push_out_of_dram,
@@ -171,6 +172,7 @@ def nvme_alone(world: AuditWorld, *prompts: list[int], wrong: int = -1) -> None:
         world.rig.until_idle()
         assert isinstance(world.rig.device, MemoryDevice)
         push_out_of_dram(world.rig, world.rig.device, world.rig.dram_slots)
+    as_of_before(world.store)
 
 
 def test_what_a_tier_brings_up_is_tried_before_it_is_served(start: Start) -> None:

@@ -54,6 +54,7 @@ from tests.helpers import (
     starting,
     tokens_of,
 )
+from tests.unit.policy.test_visits import Clock
 
 LOSSLESS = CODECS["lossless"]
 ENCODED = replace(SHAPE, encoding=Encoding("lossless", LOSSLESS.version, PAGE_BYTES))
@@ -178,9 +179,12 @@ def test_what_is_worth_little_and_does_not_fit_is_tried_once(start: Start) -> No
 
 
 def test_what_does_not_fit_costs_no_writes_of_the_day(start: Start) -> None:
-    """The budget is enough for three records."""
-    rig = start(daily_writes_bytes=3 * 24 * ENCODED.record_bytes)
+    """The budget of an hour is enough for three records."""
+    clock = Clock()
+    rig = start(daily_writes_bytes=3 * 24 * ENCODED.record_bytes, clock=clock)
     rig.put_all(sequence_of(tokens_of(1, 40)))  # bytes of all values
+    clock.now += 3600.0
+    rig.store.thread.wake()
     rig.until(lambda: rig.store.figures().counts.get("does_not_fit", 0) == 3)
     put_all(rig, 2)
     assert rig.store.figures().counts["written"] == 3

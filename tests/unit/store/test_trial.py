@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.store.trial import PUT_OFF_MAX, TRIED_CHUNKS, TierTrial
 from attnstore_vllm.types import NVME, SHARED
 from tests.helpers import CHUNK_TOKENS, conversation, name_of, sequence_of
+
+source_of = attrgetter("brought_by")
 
 
 def piece(number: int = 0, tier: str = NVME, group: int = 0, *, ready: bool = True) -> Piece:
@@ -18,7 +22,7 @@ def piece(number: int = 0, tier: str = NVME, group: int = 0, *, ready: bool = Tr
 
 
 def test_a_tier_is_believed_after_some_chunks() -> None:
-    trial = TierTrial([NVME, SHARED], [0])
+    trial = TierTrial([NVME, SHARED], [0], source_of)
     many = [piece(number) for number in range(2 * TRIED_CHUNKS)]
     assert trial.awaits(many) and trial.awaits(many[-1:])
     trial.begin(many)
@@ -30,27 +34,27 @@ def test_a_tier_is_believed_after_some_chunks() -> None:
 
 
 def test_a_short_hit_is_enough() -> None:
-    trial = TierTrial([NVME], [0])
+    trial = TierTrial([NVME], [0], source_of)
     trial.begin([piece()])
     trial.agreed(NVME, 0)
     assert not trial.awaits([piece(1)])
 
 
 def test_what_was_computed_here_needs_none() -> None:
-    trial = TierTrial([NVME], [0])
+    trial = TierTrial([NVME], [0], source_of)
     assert not trial.awaits([piece(tier="")])
     trial.agreed("", 0)
     assert trial.is_open(NVME)
 
 
 def test_what_is_still_to_come_up_is_not_served_either() -> None:
-    trial = TierTrial([NVME], [0])
+    trial = TierTrial([NVME], [0], source_of)
     assert trial.awaits([piece(0, "", ready=True), piece(1, ready=False)])
     assert not trial.awaits([piece(1, "another", ready=False)])
 
 
 def test_each_group_is_tried() -> None:
-    trial = TierTrial([NVME], [0, 2])
+    trial = TierTrial([NVME], [0, 2], source_of)
     hit = [piece(0), piece(1), piece(2, group=1), piece(3, group=2)]
     trial.begin(hit)
     trial.agreed(NVME, 0)
@@ -62,7 +66,7 @@ def test_each_group_is_tried() -> None:
 
 
 def test_it_ends_where_nothing_can_be_compared() -> None:
-    trial = TierTrial([NVME, SHARED], [0])
+    trial = TierTrial([NVME, SHARED], [0], source_of)
     told = [trial.put_off([piece()]) for _ in range(PUT_OFF_MAX)]
     assert told == (PUT_OFF_MAX - 1) * [[]] + [[NVME]]
     assert not trial.awaits([piece()]) and trial.awaits([piece(0, SHARED)])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
@@ -126,6 +127,90 @@ def test_what_was_computed_here_says_nothing_of_the_tier(open_rig: Rigs, tmp_pat
     rig.store.finish_saves([copy])
     rig.until_idle()
     assert rig.store.audit.trial.is_open(NVME), "what NVMe has was compared with nothing"
+
+
+def one_of_before(
+    open_rig: Rigs, path: Path, tokens: list[int], **more: Any
+) -> tuple[Rig, MemoryDevice]:
+    """A start after a process that has left wrong KV of this prompt."""
+    old, device = open_rig()
+    for name in names_of(sequence_of(tokens))[:3]:
+        assert old.put(name, bytes(PAYLOAD_BYTES)) is not None
+    device.settle()
+    image = bytes(device.image)
+    audit = AuditConfig(rate=1.0, stop_after=100)
+    return open_rig(image=image, **{"audit": audit, "path": path, "comparisons": (BITS,), **more})
+
+
+def on_trial(rig: Rig, tokens: list[int]) -> bool:
+    """Whether a hit on this prompt is put off."""
+    assert rig.store.audit is not None
+    pieces = rig.store.find(lookup_of(tokens), 0, len(tokens) - 1)
+    assert len(pieces) == 3
+    return rig.store.audit.trial.awaits(pieces)
+
+
+def test_what_this_process_has_written_ends_no_trial_of_what_was_there(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """It is written, leaves DRAM and comes up again, and agrees with itself."""
+    left, own = conversation(1, NUM_TOKENS), conversation(2, NUM_TOKENS)
+    rig, device = one_of_before(open_rig, tmp_path, left)
+    for name in names_of(sequence_of(own))[:3]:
+        assert rig.put(name) is not None
+        device.settle()
+    push_out_of_dram(rig, device, rig.dram_slots)
+    chunks = [rig.chunk(name) for name in names_of(sequence_of(own))[:3]]
+    assert all(chunk.dram.state is State.ABSENT for chunk in chunks)
+    assert not on_trial(rig, own), "it is to come up"
+    asks(rig, "own", own)
+    assert all(chunk.dram.state is State.READY and not chunk.brought_by for chunk in chunks)
+    assert not on_trial(rig, own)
+    audit = rig.store.audit
+    assert audit is not None
+    audit.put_off(rig.store.find(lookup_of(own), 0, 48), is_drawn=True)
+    for chunk in chunks:
+        copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
+        assert copy is not None
+        rig.pool.slot(copy.dram.slot)[:] = payload_of(chunk.name)
+        rig.store.finish_saves([copy])
+        rig.until_idle()
+    assert rig.store.figures().counts["agreed"] == 3
+    assert audit.trial.is_open(NVME)
+    asks(rig, "left", left)
+    assert on_trial(rig, left), "wrong KV of an earlier process would be served"
+
+
+def test_a_slot_that_is_written_anew_is_of_this_process(open_rig: Rigs, tmp_path: Path) -> None:
+    """And what recovery found stays on trial, though it was in DRAM meanwhile."""
+    left = conversation(1, NUM_TOKENS)
+    rig, device = one_of_before(open_rig, tmp_path, left)
+    names = names_of(sequence_of(left))[:3]
+    found = {rig.chunk(name).at(NVME).slot for name in names}
+
+    def leave_dram() -> None:
+        residency = rig.store.residency
+        chunks = [rig.chunk(name) for name in names]
+        assert all(chunk.is_behind and not chunk.dram.uses for chunk in chunks)
+        assert rig.store.audit is not None
+        with rig.store.audit.context.progress:
+            residency.leave_dram(*chunks)
+
+    for turn in ("one", "two"):
+        assert on_trial(rig, left), "it is to come up"
+        asks(rig, turn, left)
+        assert [rig.chunk(name).brought_by for name in names] == 3 * [NVME]
+        leave_dram()
+    rig.store.drop([rig.chunk(name) for name in names])
+    rig.until_idle()
+    for name in names:
+        assert rig.put(name) is not None
+        device.settle()
+    leave_dram()
+    assert {rig.chunk(name).at(NVME).slot for name in names} == found
+    assert not on_trial(rig, left)
+    asks(rig, "three", left)
+    assert not any(rig.chunk(name).brought_by for name in names)
 
 
 def test_what_an_earlier_process_left_goes_to_others_once_some_of_it_has_agreed(

@@ -10,7 +10,14 @@ import pytest
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.types import DRAM, NVME, PEERS
-from tests.helpers import PAYLOAD_BYTES, conversation, names_of, payload_of, sequence_of
+from tests.helpers import (
+    PAYLOAD_BYTES,
+    as_of_before,
+    conversation,
+    names_of,
+    payload_of,
+    sequence_of,
+)
 from tests.peer_engine import SLOTS, PeerEngine
 
 BITS = Comparison([Unit(0, 0, 0, PAYLOAD_BYTES // 4)], None)
@@ -80,6 +87,7 @@ def test_what_nvme_has_is_given_to_no_sibling_before_it_is_tried(
         here.put(1, TOKENS)
         here.wait(here.is_idle)
         here.push_out(2, SLOTS)
+        as_of_before(here.store)
         if has_come_up:
             assert here.read(1, TOKENS)["tiers"] == {NVME: TOKENS}
         assert here.store.audit is not None
