@@ -46,7 +46,7 @@ from vllm.v1.kv_cache_spec_registry import (
 )
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector import support
+from attnstore_vllm.connector import facts, support
 from attnstore_vllm.connector.groups import groups_of
 from attnstore_vllm.connector.specs import check_group, fill_scales, is_scratch, reach_of, told
 from attnstore_vllm.connector.support import reason_of_layers, reason_to_idle
@@ -218,6 +218,28 @@ def test_hisparse_is_idle_by_its_properties(config: Any) -> None:
     for side in sides:
         side.kv_cache_groups[0].host_resident = True
         assert "host's memory" in str(reason_to_idle(config, side))
+
+
+def test_hisparse_is_idle_by_its_configuration(config: Any) -> None:
+    """Of vLLM 0.33, whose pool of host memory is named beside the groups."""
+    for side in configurations(config, SERVED_BEFORE["llama"][0](), "LBNHC"):
+        vars(side)["hisparse_host_num_blocks"] = None
+        assert reason_to_idle(config, side) is None
+        vars(side)["hisparse_host_num_blocks"] = 64
+        assert "hisparse_host_num_blocks is set" in str(reason_to_idle(config, side))
+
+
+@pytest.mark.parametrize(
+    ("version", "cuts"),
+    [("0.30.0", False), ("0.33.1", False), ("0.34.0", True), ("dev", True), ("1.0", True)],
+)
+def test_of_an_unknown_version_hits_may_be_cut(
+    config: Any, monkeypatch: pytest.MonkeyPatch, version: str, *, cuts: bool
+) -> None:
+    """Then groups are loaded ahead of the step, where a part that is not backed can fail."""
+    _, scheduler = configurations(config, SERVED_BEFORE["llama"][0](), "LBNHC")
+    monkeypatch.setattr(facts.vllm, "__version__", version)
+    assert facts._cuts_hits(scheduler) is cuts
 
 
 def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any) -> None:
