@@ -10,6 +10,8 @@ It is long since who is served, bytes and names are looked at with the same mode
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +38,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowMLASpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_spec_registry import (
@@ -55,6 +59,7 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan, plan_load, plan_save
+from benchmarks.family_parts.table import BYTES_ROWS
 from tests.vllm.spec_models import (
     LLAMA,
     MODELS,
@@ -248,6 +253,28 @@ def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any
     groups = [KVCacheGroupSpec(["a", "b"], layers), KVCacheGroupSpec(["c"], FULL)]
     reason = reason_to_idle(config, KVCacheConfig(8, [], groups))
     assert "pages of its groups have" in str(reason)
+
+
+@pytest.mark.usefixtures("config")
+def test_the_page_of_models_has_all_of_these_and_no_others() -> None:
+    """docs/models.md, "By bytes": each row by the models it stands for, and by their groups."""
+    assert sorted(name for names in BYTES_ROWS for name in names) == sorted(MODELS)
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "latents": lambda spec: type(spec) is MLAAttentionSpec,
+        "windows": lambda spec: isinstance(spec, SlidingWindowSpec),
+        "rings": lambda spec: isinstance(spec, CircularBufferSpec),
+        "states of all|states of delta": lambda spec: isinstance(spec, MambaSpec),
+        "full": lambda spec: (
+            isinstance(spec, FullAttentionSpec)
+            and not isinstance(spec, (MLAAttentionSpec, CircularBufferSpec))
+        ),
+    }
+    for names, (family, groups, _) in BYTES_ROWS.items():
+        for name in names:
+            specs = MODELS[name][0]().values()
+            for words, is_one in kinds.items():
+                told = re.search(words, groups) is not None
+                assert told == any(map(is_one, specs)), (family, name, words)
 
 
 def test_scratch_alone_is_nothing() -> None:
