@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+import vllm
+
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.connector.audit_facts import comparisons_of
 from attnstore_vllm.connector.groups import needs_of
@@ -14,6 +16,7 @@ from attnstore_vllm.connector.own_pass import why_no_passes
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.identity.drafts import drafts_of, tokens_ahead
 from attnstore_vllm.identity.rank import RankDescription
+from attnstore_vllm.preflight import TESTED_VLLM
 from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -21,6 +24,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+READ_VLLM = (*map(_minor, TESTED_VLLM), "0.33")
+"""Minor versions of which it is known what their schedulers do with an offer."""
 
 
 def facts_of(
@@ -88,8 +99,16 @@ def _why_no_holds(vllm_config: VllmConfig) -> str | None:
 
 
 def _cuts_hits(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether vLLM may take less than it is offered: where a group's last window is computed again
-    behind each hit, it lets hits end with whole blocks (Scheduler.schedule() of vLLM 0.32)."""
+    """Whether vLLM may take less than it is offered, and more than nothing.
+
+    Of all that Scheduler.schedule() does with an offer, in 0.30 to 0.33, one thing is such: where a
+    group's last window is computed again behind each hit, it lets hits end with whole blocks. Else
+    it takes all or nothing: nothing of requests that skip caches, of an offer within the block that
+    it has a part of, and, in 0.33, where routed experts are missing. And 0.33 takes offers late, if
+    they are loaded ahead of the step. What other versions do is not known.
+    """
+    if _minor(vllm.__version__) not in READ_VLLM:
+        return True
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return any(getattr(spec, "prefix_replay_tokens", 0) > 0 for spec in specs)
 

@@ -140,6 +140,8 @@ def _reason_of_groups(kv_cache_config: KVCacheConfig) -> str | None:
     groups = kv_cache_config.kv_cache_groups
     if not any(group.layer_names for group in groups):
         return "it keeps no KV"
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:  # from 0.33 on
+        return "hisparse_host_num_blocks is set: vLLM itself keeps and copies KV in host memory"
     is_one = len(groups) == 1
     try:
         found = groups_of(kv_cache_config)

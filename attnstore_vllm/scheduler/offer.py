@@ -305,10 +305,12 @@ class Offers:
         """vLLM takes so many tokens of the offer, for these blocks: their load is planned.
 
         It may take fewer than it was offered, or take them in a later step. It skips just as many
-        in every layer: so what does not back that very length is a load that has failed.
+        in every layer: so what does not back that very length is a load that has failed. Which
+        versions do so, and when: connector/facts.py: _cuts_hits().
 
         Returns whether it is carried out before the request's first step.
-        Raises: UnsupportedError, for a length that nothing backs, in a step that computes.
+        Raises: UnsupportedError, for a length that nothing backs, in a step that computes: no
+            version that is known takes one.
         """
         offered = self.part_taken(state, num_tokens)
         if not offered.pieces:
@@ -323,9 +325,9 @@ class Offers:
         documents, has_passes = documents_of(used), bool(gaps)
         if documents and self._documents is not None:  # of these some tokens may be chosen
             has_passes |= self._documents.chosen(sum(map(len, documents))) is not None
-        assert gaps or (used and [*used, *rest][-1].stop >= stop), (
-            "vLLM takes more than was offered"
-        )
+        if not gaps and not (used and [*used, *rest][-1].stop >= stop):  # it ends before the first
+            self._store.release(piece.chunk for piece in offered.pieces)
+            return self._fail(state, replace(offered, pieces=[], rest=[]), num_tokens, stats)
         states = [piece for piece in sections if self._needs[piece.group].reach is Reach.STATE]
         sections = [piece for piece in sections if piece not in states]
         planned = plan_groups([*used, *sections], tables, now, self._geometry)
@@ -393,8 +395,11 @@ class Offers:
     def part_taken(self, state: RequestState, num_tokens: int) -> Offered:
         """The offer, as far as vLLM takes it; without pieces if none back just that."""
         held, offered = state.offered, state.offered or state.withdrawn
-        assert offered is not None, "vLLM takes what was never offered"
         state.offered = state.withdrawn = None
+        if offered is None:  # was never offered. It counts what a load brings later as computed now
+            done = state.request.num_computed_tokens
+            layers_before = self._geometry.most_layers if done else 0
+            return Offered([], max(0, done - num_tokens), layers_before, state.lookup.keys)
         stop = offered.start + num_tokens
         if held is not None:
             # Of one group with all tokens a shorter part is backed by what backs the whole.

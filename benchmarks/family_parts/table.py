@@ -73,33 +73,54 @@ scripted model (`tests/vllm/test_specs_scheduled.py`).
 | family, or type of KV | groups as vLLM makes them | stored |
 |---|---|---|
 """
-BYTES_ROWS: Final = (
-    (
+BYTES_ROWS: Final[Mapping[tuple[str, ...], tuple[str, str, str]]] = {
+    ("deepseek v4",): (
         "DeepSeek V4",
         "one block for all: latents of 4 and 128 tokens with an indexer's keys; windows; states of "
         "compressors",
         "all. Hits end at vLLM's own multiples (256 tokens). A slot has 17 blocks: `chunk_tokens` "
         "of 4096 fills them",
     ),
-    (
+    ("deepseek v4.1",): (
         "DeepSeek V4.1",
         "latents of 1 and 2 tokens; windows that vLLM computes again; rings",
         "the latents. Hits end at vLLM's own multiples",
     ),
-    ("DeepSeek V3.2, GLM 5", "latents and an indexer's keys in one group", "all"),
-    (
+    ("deepseek v3.2, glm 5", "deepseek v3.2, flat"): (
+        "DeepSeek V3.2, GLM 5",
+        "latents and an indexer's keys in one group",
+        "all",
+    ),
+    ("glm 5.3",): (
         "GLM 5.3",
-        "as these, with keys of pools of tokens; rings of the open pool",
+        "latents and an indexer's keys of pools of tokens; rings of the open pool",
         "all but the rings. Hits end at vLLM's own multiples",
     ),
-    ("Kimi K3's kind", "states of delta attention; latents", "all"),
-    ("MiniMax M3", "full attention and an indexer's keys in one group", "all"),
-    ("Nemotron-H: Mamba 2 beside attention", "states; full", "all, in the mode align"),
-    ("MLA with a window", "windows; latents", "all"),
-    ("R-SWA", "full, of which vLLM takes back generated tokens", "prompts"),
-    ("sinks in blocks", "full; vLLM 0.32 itself fails to make their manager", "all"),
-    ("nvfp4, TurboQuant; int8, int4 and fp8 per head", "as the model's", "all, with the scales"),
-)
+    ("kimi k3",): ("Kimi K3's kind", "states of delta attention; latents", "all"),
+    ("minimax m3",): (
+        "MiniMax M3",
+        "full attention and an indexer's keys (latents) in one group",
+        "all",
+    ),
+    ("nemotron-h", "nemotron-h, packed"): (
+        "Nemotron-H: Mamba 2 beside attention",
+        "states of all tokens before; full",
+        "all, in the mode align",
+    ),
+    ("sliding mla",): ("MLA with a window", "windows; latents", "all"),
+    ("compressed latents",): (
+        "latents of 4 tokens each",
+        "latents",
+        "all. Hits end at vLLM's own multiples",
+    ),
+    ("r-swa",): ("R-SWA", "full, of which vLLM takes back generated tokens", "prompts"),
+    ("sinks",): ("sinks in blocks", "full; vLLM 0.32 itself fails to make their manager", "all"),
+    (
+        "llama, nvfp4", "llama, turboquant", "llama, int8 per head", "llama, int4 per head",
+        "llama, fp8 per head",
+    ): ("nvfp4, TurboQuant; int8, int4 and fp8 per head", "full", "all, with the scales"),
+}  # fmt: skip
+"""By the models of tests/vllm/spec_models.py that each stands for."""
 BY_BYTES_END: Final = """
 HiSparse, cross attention and states in other modes than align are idle, and the log names the
 property. Where a model has several groups each rank stores its own latents.
@@ -112,7 +133,7 @@ def render(families: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _by_bytes() -> Iterator[str]:
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in BYTES_ROWS)
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in BYTES_ROWS.values())
     yield f"{BY_BYTES}{rows}\n{BY_BYTES_END}"
 
 

@@ -24,6 +24,7 @@ from attnstore_vllm.connector import build as built_by
 from attnstore_vllm.errors import DeviceError
 from attnstore_vllm.io import choose
 from attnstore_vllm.io.device import Completion, Device, IoRequest
+from attnstore_vllm.tiers.nvme import node_disk
 
 FAULTS_FILE = "ATTNSTORE_TEST_FAULTS"
 
@@ -106,7 +107,8 @@ def open_faulty(*arguments: Any) -> tuple[Device, str]:
 
 
 if FAULTS_FILE in os.environ:  # the tests' own process imports this too, for the names above
-    setattr(built_by, "open_device", open_faulty)  # noqa: B010
+    for opens in (built_by, node_disk):
+        setattr(opens, "open_device", open_faulty)  # noqa: B010
 
 
 class OnFaultyDisk(AttnStoreConnector):

@@ -84,13 +84,17 @@ class TwoNodes:
         found = {"PYTHONPATH": str(REPOSITORY), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         return {**ENVIRONMENT, **SECOND, **found}
 
-    def _headless(self, spec: EngineSpec, port: int) -> list[str]:
-        model = make_model(self._models / "model-192-6-2", THREE)
-        transfer = {
+    def _transfer(self, store: Path, spec: EngineSpec) -> dict[str, Any]:
+        """The second node's."""
+        return {
             "kv_connector": "AttnStoreConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": store_settings(replace(spec, store=self.stores[1])),
+            "kv_connector_extra_config": store_settings(replace(spec, store=store)),
         }
+
+    def _headless(self, spec: EngineSpec, port: int) -> list[str]:
+        model = make_model(self._models / "model-192-6-2", THREE)
+        transfer = self._transfer(self.stores[1], spec)
         arguments = {
             "dtype": "bfloat16", "max-model-len": THREE.max_position, "pipeline-parallel-size": 2,
             "num-gpu-blocks-override": spec.blocks, "nnodes": 2, "node-rank": 1,

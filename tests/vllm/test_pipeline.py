@@ -114,6 +114,19 @@ def test_aborts(engine: EngineHost, expected: Answers) -> None:
     engine.call(Engine.check_quiet)
 
 
+@pytest.mark.long
+def test_aborts_with_two_ranks_a_stage(start_engine: StartEngine) -> None:
+    """Of four ranks; the answers afterwards are those of hits in HBM."""
+    engine = start_engine(**TWO_STAGES, tensor_parallel=2)
+    first, loaded = engine.call(ask_twice, "dram")
+    assert loaded == {"dram": STORED, "nvme": 0}
+    engine.call(abort_some)
+    answers, loaded = engine.call(ask_again, "dram")
+    assert sum(loaded.values()) == STORED
+    engine.call(Engine.check_quiet)
+    assert answers == first[len(LENGTHS) :] == hits_in_hbm(start_engine, 2)  # ends this engine
+
+
 def damage_last_part(engine: Engine) -> int:
     """The records of all second chunks are wrong in the last stage's part. Returns how many."""
     engine.evict_dram()

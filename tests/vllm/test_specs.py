@@ -10,6 +10,8 @@ It is long since who is served, bytes and names are looked at with the same mode
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +38,9 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowMLASpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_spec_registry import (
@@ -46,7 +50,7 @@ from vllm.v1.kv_cache_spec_registry import (
 )
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector import support
+from attnstore_vllm.connector import facts, support
 from attnstore_vllm.connector.groups import groups_of
 from attnstore_vllm.connector.specs import check_group, fill_scales, is_scratch, reach_of, told
 from attnstore_vllm.connector.support import reason_of_layers, reason_to_idle
@@ -55,6 +59,7 @@ from attnstore_vllm.index.sections import Reach
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan, plan_load, plan_save
+from benchmarks.family_parts.table import BYTES_ROWS
 from tests.vllm.spec_models import (
     LLAMA,
     MODELS,
@@ -220,12 +225,56 @@ def test_hisparse_is_idle_by_its_properties(config: Any) -> None:
         assert "host's memory" in str(reason_to_idle(config, side))
 
 
+def test_hisparse_is_idle_by_its_configuration(config: Any) -> None:
+    """Of vLLM 0.33, whose pool of host memory is named beside the groups."""
+    for side in configurations(config, SERVED_BEFORE["llama"][0](), "LBNHC"):
+        vars(side)["hisparse_host_num_blocks"] = None
+        assert reason_to_idle(config, side) is None
+        vars(side)["hisparse_host_num_blocks"] = 64
+        assert "hisparse_host_num_blocks is set" in str(reason_to_idle(config, side))
+
+
+@pytest.mark.parametrize(
+    ("version", "cuts"),
+    [("0.30.0", False), ("0.33.1", False), ("0.34.0", True), ("dev", True), ("1.0", True)],
+)
+def test_of_an_unknown_version_hits_may_be_cut(
+    config: Any, monkeypatch: pytest.MonkeyPatch, version: str, *, cuts: bool
+) -> None:
+    """Then groups are loaded ahead of the step, where a part that is not backed can fail."""
+    _, scheduler = configurations(config, SERVED_BEFORE["llama"][0](), "LBNHC")
+    monkeypatch.setattr(facts.vllm, "__version__", version)
+    assert facts._cuts_hits(scheduler) is cuts
+
+
 def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any) -> None:
     wide = replace(FULL, head_size=2 * FULL.head_size)
     layers = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": wide})
     groups = [KVCacheGroupSpec(["a", "b"], layers), KVCacheGroupSpec(["c"], FULL)]
     reason = reason_to_idle(config, KVCacheConfig(8, [], groups))
     assert "pages of its groups have" in str(reason)
+
+
+@pytest.mark.usefixtures("config")
+def test_the_page_of_models_has_all_of_these_and_no_others() -> None:
+    """docs/models.md, "By bytes": each row by the models it stands for, and by their groups."""
+    assert sorted(name for names in BYTES_ROWS for name in names) == sorted(MODELS)
+    kinds: dict[str, Callable[[Any], bool]] = {
+        "latents": lambda spec: type(spec) is MLAAttentionSpec,
+        "windows": lambda spec: isinstance(spec, SlidingWindowSpec),
+        "rings": lambda spec: isinstance(spec, CircularBufferSpec),
+        "states of all|states of delta": lambda spec: isinstance(spec, MambaSpec),
+        "full": lambda spec: (
+            isinstance(spec, FullAttentionSpec)
+            and not isinstance(spec, (MLAAttentionSpec, CircularBufferSpec))
+        ),
+    }
+    for names, (family, groups, _) in BYTES_ROWS.items():
+        for name in names:
+            specs = MODELS[name][0]().values()
+            for words, is_one in kinds.items():
+                told = re.search(words, groups) is not None
+                assert told == any(map(is_one, specs)), (family, name, words)
 
 
 def test_scratch_alone_is_nothing() -> None:

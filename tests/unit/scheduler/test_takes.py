@@ -5,6 +5,7 @@ load is told to have failed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,5 +172,33 @@ def test_an_offer_of_before_a_reset_is_gone(start: Start) -> None:
     request, found = offered(world, "again")
     assert world.side.reset()
     assert taken(world, request, found).has_failed
+    world.finish(request)
+    world.end_step()
+
+
+def test_what_is_taken_late_and_was_never_offered_has_failed(start: Start) -> None:
+    """vLLM has counted it as computed when it comes back: so it waits for the load's end."""
+    world = start()
+    request, found = offered(world, "again")
+    world.end_step()
+    world.side.requests["again"].withdrawn = None
+    request.num_computed_tokens = found
+    assert taken(world, request, found).has_failed
+    assert world.side.requests["again"].load_failed is Cause.LOST
+    request.num_computed_tokens = 0
+    world.finish(request)
+    world.end_step()
+
+
+def test_what_ends_before_the_first_piece_has_failed(start: Start) -> None:
+    """Of documents with gaps before them: vLLM may end in the first gap."""
+    world = start(windows=False)
+    request, _ = offered(world, "again")
+    state = world.side.requests["again"]
+    assert state.offered is not None
+    first, *rest = state.offered.pieces
+    world.store.release([first.chunk])
+    state.offered = replace(state.offered, pieces=rest, layers_before=1)
+    assert taken(world, request, BLOCK).has_failed
     world.finish(request)
     world.end_step()
