@@ -61,6 +61,8 @@ class EngineHost:
                 str(rank % (os.cpu_count() or 1)) for rank in range(num_ranks)
             )
         context = _forking()
+        self.exit_code: int | None = None
+        """Of close()."""
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, spec, log, environment))
         self._process.start()
@@ -102,6 +104,7 @@ class EngineHost:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        self.exit_code = self._process.exitcode
         self._pipe.close()
 
     def __enter__(self) -> EngineHost:

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds on a real engine, with what it has learned of its own speed.
+
+Goal: what is held is found by its session alone, and nothing that vLLM does to its cache leaves a
+hold behind. Time between turns is given; how long computing takes is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attnstore_lab.testing.tiny_model import SMALL
+from attnstore_vllm.scheduler.holds import Holds
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engine import BLOCK, Answer, Engine
+from tests.vllm.host import EngineHost
+from tests.vllm.prompts import random_tokens
+
+SHAPE = replace(SMALL, layers=2)
+BLOCKS = 32
+LENGTH = 3 * BLOCK + 20
+GAP_S = 0.02
+ALONE = {"kv_transfer_params": {"attnstore": {"store": False}}}
+"""Tiers have nothing of it: what HBM loses is computed again."""
+HOLDING = {"holding": {"longest": "300s"}, "compute_if_sooner": True}
+EXACT = {"dtype": "float32"}
+"""Prompts are split where hits end: so that no token hangs on rounding."""
+
+
+def holds_of(engine: Engine) -> Holds:
+    holds = engine.side.holds
+    assert holds is not None
+    return holds
+
+
+def set_clock(engine: Engine, ahead_s: float) -> None:
+    """The time of holds stands still, but for this."""
+    holds = holds_of(engine)
+    now = (holds.clock() if getattr(holds, "is_stopped", False) else 0.0) + ahead_s
+    holds.clock, holds.is_stopped = lambda: now, True  # type: ignore[attr-defined]
+
+
+def turn(engine: Engine, text: list[int], seed: object, **how: Any) -> tuple[list[int], Answer]:
+    """Ask for a text with some more tokens, which an answer may end. (all tokens, answer)"""
+    prompt = [*text, *random_tokens(seed, LENGTH if not text else 40)]
+    answer = engine.ask(prompt, max_tokens=8, **how)
+    return [*prompt, *answer.tokens], answer
+
+
+def learn(engine: Engine) -> None:
+    """Sessions come back soon. What steps cost is known before."""
+    if engine.side.holds is None:
+        return
+    set_clock(engine, 0.0)
+    for number in range(30):
+        engine.ask(random_tokens(("step", number), 40 + 50 * (number % 9)), extra_args=ALONE)
+    for number in range(10):
+        text, _ = turn(engine, [], ("early", number), extra_args=ALONE)
+        set_clock(engine, GAP_S)
+        turn(engine, text, ("early again", number), extra_args=ALONE)
+    holds_of(engine).clear()
+
+
+def overrun(engine: Engine) -> None:
+    """More than all of HBM, by others. Nothing tells that a session is away longer than usual."""
+    for number in range(2 * BLOCKS // 8):
+        engine.ask(random_tokens(("other", number), 8 * BLOCK - 20), extra_args=ALONE)
+
+
+def come_back(engine: Engine) -> Mapping[str, Any]:
+    learn(engine)
+    text, _ = turn(engine, [], "one", extra_args=ALONE)
+    held = holds_of(engine).held_tokens if engine.side.holds is not None else 0
+    overrun(engine)
+    _, again = turn(engine, text, "two", extra_args=ALONE)
+    engine.drain()
+    return {"held": held, "found": again.cached_tokens, "whole": len(text) // BLOCK * BLOCK}
+
+
+def talk(engine: Engine) -> tuple[list[Answer], int]:
+    """Six sessions of four turns, two at a time, with gaps. (answers, holds that were made)"""
+    learn(engine)
+    is_on, made, last = engine.side.holds is not None, 0, set[int]()
+    texts, found = [list[int]() for _ in range(6)], []
+    for round_ in range(4):
+        for pair in (0, 2, 4):
+            asked = {}
+            for one in (pair, pair + 1):
+                size = LENGTH if not round_ else 150
+                texts[one] += random_tokens(("talk", one, round_), size)
+                asked[one] = engine.submit(texts[one], max_tokens=8)
+            for one, answer in zip(asked, engine.finish(*asked.values()), strict=True):
+                texts[one] += answer.tokens
+                found.append(answer)
+            if is_on:
+                set_clock(engine, GAP_S)
+                now = {*holds_of(engine).blocks}
+                made, last = made + len(now - last), now
+    engine.drain()
+    if is_on:
+        holds_of(engine).clear()
+    engine.check_quiet()
+    return found, made
+
+
+def reset(engine: Engine, how: str) -> tuple[int, int, int]:
+    """Tokens held before and after, and blocks that are still used after that."""
+    turn(engine, [], ("reset", how), extra_args=ALONE)
+    holds = holds_of(engine)
+    before = holds.held_tokens
+    if how == "reset":
+        assert engine.llm.reset_prefix_cache()
+    elif how == "sleep":
+        engine.llm.sleep(1)
+        engine.llm.wake_up()
+    else:
+        engine.core.pause_scheduler(mode="abort", clear_cache=how == "pause and clear")
+        engine.core.resume_scheduler()
+    after = holds.held_tokens
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    return before, after, used
+
+
+def let_go(engine: Engine) -> None:
+    set_clock(engine, 1e6)
+    engine.ask(random_tokens("later", 40), extra_args=ALONE)
+    holds_of(engine).clear()
+    engine.check_quiet()
+
+
+def costs(engine: Engine) -> list[float]:
+    return [holds_of(engine).computing_s(tokens) for tokens in (0, 500, 1000)]
+
+
+def told(engine: Engine, tier: str) -> list[tuple[int, int, float]]:
+    """Of returns whose KV is in this tier alone: (history, tokens of it there, seconds to load)."""
+    holds, seen = holds_of(engine), list[tuple[int, int, float]]()
+    find = holds.found
+
+    def found(request_id: str, tokens: int, load_s: float) -> None:
+        find(request_id, tokens, load_s)
+        arrived = holds._waiting[request_id]
+        seen.append((arrived.history, arrived.loaded_tokens, arrived.load_s))
+
+    for number in range(6):
+        text, _ = turn(engine, [], (tier, number))
+        engine.settle()
+        while holds.make_room("another"):
+            pass
+        away = holds._away.copy()
+        engine.forget_hbm()
+        holds._away.update(away)  # as where others had taken its blocks
+        if tier == "nvme":
+            engine.evict_dram()
+        holds.found = found  # type: ignore[method-assign]
+        turn(engine, text, (tier, number, "again"))
+        holds.found = find  # type: ignore[method-assign]
+        holds.clear()
+    return seen
+
+
+def is_held(engine: Engine, seed: object) -> bool:
+    turn(engine, [], seed, extra_args=ALONE)
+    found = holds_of(engine).held_tokens > 0
+    holds_of(engine).clear()
+    return found
+
+
+def leave_held(engine: Engine) -> int:
+    """Tokens. What returns have cost is forgotten: the test before has made it little."""
+    holds_of(engine).holding._cost.__init__()  # type: ignore[misc,union-attr]
+    turn(engine, [], "last", extra_args=ALONE)
+    return holds_of(engine).held_tokens
+
+
+def cheap_returns(engine: Engine) -> tuple[bool, bool]:
+    """Whether a session is held before and after returns that DRAM has."""
+    learn(engine)
+    before = is_held(engine, "before")
+    for _ in range(20):
+        told(engine, "dram")
+    return before, is_held(engine, "after")
+
+
+def wrapped(engine: Engine) -> list[str]:
+    """Names of vLLM's objects that are not their class's own."""
+    manager = engine.scheduler.kv_cache_manager
+    pairs = [(manager, "allocate_slots")]
+    pairs += [(manager.block_pool, n) for n in ("touch", "free_blocks", "reset_prefix_cache")]
+    return [
+        name
+        for one, name in pairs
+        if getattr(getattr(one, name), "__func__", None) is not getattr(type(one), name)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(start_engine: StartEngine) -> tuple[Mapping[str, Any], Any, list[str]]:
+    """An engine without holding: a return, a talk, and what it wraps."""
+    host = start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT)
+    return host.call(come_back), host.call(talk), host.call(wrapped)
+
+
+@pytest.fixture(scope="module")
+def engine(plain: object, start_engine: StartEngine) -> EngineHost:
+    return start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT, settings=HOLDING)
+
+
+def test_a_return_finds_what_others_have_evicted_without(
+    plain: tuple[Mapping[str, Any], Any, Any], engine: EngineHost
+) -> None:
+    without, held = plain[0], engine.call(come_back)
+    assert without["found"] == without["held"] == 0
+    assert held["found"] == held["held"] == held["whole"] > 0
+
+
+def test_answers_are_those_without(
+    plain: tuple[Any, tuple[list[Answer], int], Any], engine: EngineHost
+) -> None:
+    (expected, none), (found, made) = plain[1], engine.call(talk)
+    assert not none and made >= 6
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
+def test_without_holding_nothing_of_vllm_is_wrapped(
+    plain: tuple[Any, Any, list[str]], engine: EngineHost
+) -> None:
+    assert plain[2] == []
+    assert engine.call(wrapped) == ["allocate_slots", "reset_prefix_cache"]
+
+
+def test_computing_is_what_was_measured(engine: EngineHost) -> None:
+    none, some, more = engine.call(costs)
+    assert none == 0
+    assert 1e-4 < some < 60
+    assert 1.5 * some < more < 6 * some
+
+
+@pytest.mark.parametrize("how", ["reset", "sleep", "pause and clear"])
+def test_what_empties_the_cache_lets_go_of_all(engine: EngineHost, how: str) -> None:
+    before, after, used = engine.call(reset, how)
+    assert before >= LENGTH // BLOCK * BLOCK
+    assert (after, used) == (0, 0)
+
+
+def test_a_pause_keeps_what_is_held(engine: EngineHost) -> None:
+    before, after, used = engine.call(reset, "pause")
+    assert before == after == used * BLOCK > 0
+    engine.call(let_go)
+
+
+@pytest.mark.parametrize("tier", ["dram", "nvme"])
+def test_what_tiers_have_is_told(engine: EngineHost, tier: str) -> None:
+    seen = engine.call(told, tier)
+    assert len(seen) >= 6
+    assert all(history == tokens == LENGTH // BLOCK * BLOCK for history, tokens, _ in seen)
+    assert (seen[-1][2] > 0) is (tier == "nvme")
+
+
+def test_nothing_is_held_that_dram_brings_back_at_once(engine: EngineHost) -> None:
+    before, after = engine.call(cheap_returns)
+    assert before and not after
+
+
+def test_an_engine_ends_while_blocks_are_held(engine: EngineHost) -> None:
+    """The last one that uses this engine."""
+    assert engine.call(leave_held) > 0
+    engine.close()
+    assert engine.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("vllm", "why"),
+    [
+        ({"enable_prefix_caching": False}, "vLLM's prefix cache is off"),
+        ({"disable_cascade_attn": False}, "cascade attention is on"),
+    ],
+    ids=["no prefix cache", "cascade attention"],
+)
+def test_holding_is_refused_with_a_sentence(
+    start_engine: StartEngine, vllm: dict[str, Any], why: str
+) -> None:
+    host = start_engine(shape=SHAPE, blocks=BLOCKS, vllm={**EXACT, **vllm}, settings=HOLDING)
+    assert f"holding is off, since {why}" in host.log_text()
+    assert host.call(wrapped) == []
