@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.scheduler.messages import StepReport
+from attnstore_vllm.scheduler.saving import Saving
 from attnstore_vllm.store.trial import PUT_OFF_MAX
-from attnstore_vllm.types import NVME, TOKEN_BYTES, Event
+from attnstore_vllm.types import NVME, TOKEN_BYTES, Cause, Event
 from tests.helpers import (
     PAYLOAD_BYTES,
     as_of_before,
@@ -324,6 +326,115 @@ def test_what_an_audit_has_removed_is_not_saved_by_who_has_loaded_it(
     assert world.serves(tokens, "computes") == 3 * CHUNK
     assert world.serves(behind, "finds nothing behind it") == LENGTH // CHUNK * CHUNK
     assert world.serves(tokens, "finds") == LENGTH - 1, "it was computed anew"
+
+
+BEHIND = 2 * CHUNK
+
+
+def removes(world: AuditWorld, tokens: list[int], number: int) -> None:
+    """As an audit does with a wrong chunk: the scheduler's thread hears of it when it looks."""
+    chunk = world.rig.chunk(names_of(sequence_of(tokens))[number])
+    world.store.drop([chunk])
+    assert world.store.audit is not None
+    world.store.audit.has_removed = True
+
+
+def saved_behind(world: AuditWorld, tokens: list[int]) -> bool:
+    """Whether there is KV that was computed behind what was removed."""
+    names = names_of(sequence_of([*tokens, *range(9000, 9000 + BEHIND)]))[4:6]
+    found = [world.store.residency.index.get(name.key) is not None for name in names]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def goes_on(world: AuditWorld, tokens: list[int], local: int = 0) -> Any:
+    """A request for a stored prompt, and more."""
+    return world.asks([*tokens, *range(9000, 9000 + BEHIND)], "goes on", local)
+
+
+def full_dram(world: AuditWorld) -> list[Any]:
+    """Chunks that are held, so that no save finds room."""
+    world.rig.until_idle()
+    residency = world.store.residency
+    for number in range(1, residency.dram.num_slots):
+        world.rig.put(name_of(sequence_of(tokens_of(700 + number, CHUNK)), 0), bytes(PAYLOAD_BYTES))
+        world.rig.until_idle()
+        if not residency.dram.free:
+            break
+    held = [*residency.dram.owned.values()]
+    residency.hold(*held)
+    return held
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+@pytest.mark.parametrize("when", ["before it ends", "after"])
+def test_what_found_no_room_is_not_saved_behind_what_an_audit_has_removed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, when: str, is_removed: bool
+) -> None:
+    """Its request ends between the removal and the next step, or has ended: its rest is in vLLM's
+    blocks."""
+    world = start(rate=1e-9, slots=12)
+    tokens = tokens_of(1, LENGTH)
+    world.put(tokens)
+    request = goes_on(world, tokens)
+    assert request.found == LENGTH - 1
+    world.end_step()
+    pool = world.manager.block_pool
+    pool.blocks = [SimpleNamespace(block_hash=object()) for _ in range(100)]
+    held = full_dram(world)
+    monkeypatch.setattr(Saving, "may_come_free", True)  # others' saves are under way
+    world.end_step(request)
+    assert not saved_behind(world, tokens)
+    if when == "before it ends":
+        world.store.residency.release(*held)
+        if is_removed:
+            removes(world, tokens, 3)
+        world.finish(request)
+    else:
+        world.finish(request)
+        assert len(world.side.rests) == 1
+        world.store.residency.release(*held)
+        gone = [chunk for chunk in held if chunk.name.position == 0 and chunk.is_behind]
+        world.store.residency.leave_dram(*gone[-4:])  # there is room
+        if is_removed:
+            removes(world, tokens, 3)
+    for _ in range(3):
+        world.end_step()
+        world.rig.until_idle()
+    assert saved_behind(world, tokens) is not is_removed
+
+
+@pytest.mark.parametrize("is_removed", [True, False])
+@pytest.mark.parametrize("when", ["before it is asked for", "after"])
+def test_a_request_that_is_not_looked_up_saves_nothing_behind_what_an_audit_has_removed(
+    start: Start, when: str, is_removed: bool
+) -> None:
+    """Its load has failed, it was preempted, and vLLM's cache has its beginning."""
+    world = start(rate=1e-9)
+    tokens = tokens_of(1, LENGTH)
+    world.put(tokens)
+    request = world.request("goes on", [*tokens, *range(9000, 9000 + BEHIND)])
+    world.sequences["goes on"] = request.all_token_ids
+    world.come(request)
+    world.side.requests["goes on"].load_has_failed(Cause.COPY_FAILED)
+    assert world.ask(request) == 0
+    world.start(request, 0)
+    world.report(world.side.build_step(output({"goes on": (0, CHUNK)}, {})))
+    lost = output({}, {})
+    lost.preempted_req_ids = {"goes on"}
+    world.report(world.side.build_step(lost))
+    if is_removed and when != "after":
+        removes(world, tokens, 3)
+    assert world.ask(request, LENGTH - 1) == 0
+    if is_removed and when == "after":
+        removes(world, tokens, 3)
+    world.start(request, 0)
+    request.num_computed_tokens = LENGTH - 1
+    world.end_step(request)
+    world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert saved_behind(world, tokens) is not is_removed
 
 
 def test_a_drawn_request_that_is_outdated_is_compared_no_more(start: Start) -> None:

@@ -163,3 +163,20 @@ def test_what_a_pinned_prompt_needs_outlasts_the_next_turn(
     assert world.ask(again) == len(first)
     world.end(again)
     world.close()
+
+
+def test_after_a_restart_nothing_is_pinned_and_an_open_breaker_is_tried(open_rig: Rigs) -> None:
+    """docs/operations.md, times across restarts."""
+    rig, device = open_rig(pinning=PINS)
+    chunks = pinned(rig, tokens_of(1, 32))
+    device.settle()
+    rig.until_idle()
+    assert all(rig.store.residency.pinning.of(chunk, 0.0) is not None for chunk in chunks)
+    rig.store.thread.tiers[0].health.note_hang("read")
+    assert not rig.store.thread.tiers[0].health.reads.in_use
+    again, _ = open_rig(image=bytes(device.image), pinning=PINS)
+    again.until_idle()
+    found = [again.chunk(chunk.name) for chunk in chunks]
+    assert all(chunk.is_behind for chunk in found)
+    assert not any(again.store.residency.pinning.of(chunk, 0.0) is not None for chunk in found)
+    assert again.store.thread.tiers[0].health.reads.in_use
