@@ -24,7 +24,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -51,6 +50,7 @@ from tests.helpers import capacity_for
 from tests.vllm.context_ranks import with_ranks
 from tests.vllm.drawn_models import Drawn, draw
 from tests.vllm.drawn_worker import DrawnWorker, kind_of
+from tests.vllm.planning import get_kv_cache_configs
 from tests.vllm.scripted import Limits
 from tests.vllm.scripted_worker import VOCAB
 from tests.vllm.spec_faults import Fault
