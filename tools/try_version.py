@@ -181,7 +181,7 @@ def _row(version: str, found: dict[str, Any]) -> str:
             passed = sum(of_file["passed"] for of_file in said)
             total = passed + sum(of_file["failed"] for of_file in said)
             state = (
-                f"of {total} tests with its scheduler {passed} pass "
+                f"of {total} tests in {len(said)} files with its scheduler {passed} pass "
                 f"(`python3 tools/try_scheduler.py {version}`). {state.capitalize()}"
             )
     return f"| {name} | {state} (`{how}`) |\n"

@@ -32,6 +32,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
+from tests.vllm.context_ranks import Ranks
+
 Specs = dict[str, Any]
 """Of each layer of a stage, by name."""
 NUMBERS = {
@@ -69,12 +71,11 @@ class Drawn:
     kv_type: str
     layout: str
     stages: tuple[Specs, ...]
-    tensor: int
-    """Ranks of a stage."""
-    decode: int
-    """Of those, ranks that share the tokens of a block."""
-    interleave: int
+    ranks: Ranks
+    """Of a stage."""
     chunk_tokens: int
+    retained_tokens: int = 0
+    """That windows keep below them, for drafters of several modules."""
 
     @property
     def specs(self) -> Specs:
@@ -86,8 +87,8 @@ class Drawn:
         return max(spec.block_size for spec in self.specs.values())
 
     def __str__(self) -> str:
-        ranks = f"{len(self.stages)} x {self.tensor}, {self.decode} share tokens"
-        return f"{self.family}, {self.kv_type}, {self.layout}, ranks {ranks}; {self.stages[0]}"
+        how = f"{len(self.stages)} stages of {self.ranks}, {self.retained_tokens} tokens retained"
+        return f"{self.family}, {self.kv_type}, {self.layout}, {how}; {self.stages[0]}"
 
     def of_other_type(self) -> Drawn | None:
         """The same with KV of another type, whose pages have the same size."""
@@ -320,10 +321,15 @@ def draw(random: Random) -> Drawn:
     if family == "rings":  # in three stages vLLM packs pages of some, and the store is idle
         num_stages = min(num_stages, 2)
     tensor = random.choice((1, 1, 2)) if num_stages < 3 else 1
-    decode, interleave = 1, 1
+    ranks, more = Ranks(tensor, 1), Random(seed)
     if family in SHARE_TOKENS and random.random() < 0.25:
         tensor = random.choice((2, 2, 4)) if num_stages == 1 else 2
-        decode, interleave = 2, random.choice((1, 2, 4, block))
+        ranks = Ranks(tensor, 2, interleave=random.choice((1, 2, 4, block)))
+        if more.random() < 0.5:  # prefill ranks; the others may lie along them
+            decode = more.choice((1, 2, 2, 4) if num_stages == 1 else (1, 2))
+            ranks = replace(ranks, tensor=more.choice((1, 2)), decode=decode, prefill=2)
+            ranks = replace(ranks, decode=min(decode, ranks.count))
+    retained_tokens = more.choice((1, 3, 20)) if more.random() < 0.25 else 0
     stages = tuple(
         {
             f"stage {stage} period {period} {name}": spec
@@ -335,4 +341,4 @@ def draw(random: Random) -> Drawn:
     chunk_tokens = random.choice((32, 64, 128))
     if family in ("window alone", "two windows"):  # a chunk is within the longest window
         chunk_tokens = min(chunk_tokens, 64)
-    return Drawn(family, kv_type, layout, stages, tensor, decode, interleave, chunk_tokens)
+    return Drawn(family, kv_type, layout, stages, ranks, chunk_tokens, retained_tokens)

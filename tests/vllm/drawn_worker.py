@@ -37,7 +37,7 @@ from attnstore_vllm.transfer.geometry import Geometry
 from tests.fake_gpu import FakeGpu
 from tests.vllm.drawn_models import Drawn
 from tests.vllm.grouped import GroupedWorker, Kind, first_seen
-from tests.vllm.kernel_text import PAD, slots_of
+from tests.vllm.kernel_text import PAD, V1, V2, slots_of
 from tests.vllm.scripted_worker import TOKEN_KV, Kv, Row, _Run
 
 Cells = npt.NDArray[np.uint8]
@@ -88,6 +88,8 @@ class Layer:
     """Bytes of a cell."""
     decode: int
     """Ranks that share the tokens of a block."""
+    retained: int
+    """Tokens below its window that a drafter may read, where vLLM has their blocks."""
 
     @property
     def states(self) -> int:
@@ -145,7 +147,7 @@ class DrawnWorker(GroupedWorker):
         self.layers = {name: self._layer(name, groups[name], kv[name]) for name in kv}
         self.hbm = [Blocks(layer.cells, self.on_model) for layer in self.layers.values()]
         self._digests: dict[int, Kv] = {}
-        self.bytes_checked = 0
+        self.bytes_checked = self.retained_seen = 0
         self._ring_ratio = max(layer.kind.ratio for layer in self.layers.values())
         self.block = geometry.block_tokens
         return kv
@@ -156,11 +158,16 @@ class DrawnWorker(GroupedWorker):
         made: Any = self.caches[self.rank].kv_cache_groups[group].kv_cache_spec
         made = getattr(made, "kv_cache_specs", {name: made})[name]
         cells = kv.view(torch.uint8).numpy()
-        of_rank = 0 if is_shared(spec) else self.rank % drawn.tensor
+        of_rank = 0 if is_shared(spec) else self.rank % drawn.ranks.tensor
         size = cells.shape[1] * cells.shape[3]
         mask = bytes_of(name, of_rank, drawn.kv_type, size=size)
-        decode = drawn.decode if getattr(made, "dcp_sharded", False) else 1
-        return Layer(name, group, kind_of(made), cells, mask, decode)
+        decode = drawn.ranks.decode if getattr(made, "dcp_sharded", False) else 1
+        retained = getattr(made, "extra_retained_tokens", 0)
+        return Layer(name, group, kind_of(made), cells, mask, decode, retained)
+
+    def _part(self, rank: int) -> str:
+        ranks = self.drawn.ranks
+        return "" if ranks.decode == ranks.prefill == 1 else ranks.part(rank)
 
     def on_model(self, work: Callable[[], object]) -> None:
         """What the model does to HBM, in its order."""
@@ -228,6 +235,7 @@ class DrawnWorker(GroupedWorker):
         else:
             self._write(layer, start, digests, table, row, began)
             self._compare(layer, self._read(layer, start, row, began), digests, table, start)
+            self._look_below(layer, start, digests, table, began)
 
     def _write(
         self, layer: Layer, start: int, digests: Kv, table: Any, row: Row, began: int
@@ -251,6 +259,17 @@ class DrawnWorker(GroupedWorker):
         first = max(first, len(prompt))
         return np.r_[: min(len(prompt), start), first : max(first, start)]
 
+    def _look_below(self, layer: Layer, start: int, digests: Kv, table: Any, began: int) -> None:
+        """What a drafter of several modules reads again, which is below the window. After a hit in
+        HBM vLLM has no blocks for it."""
+        first = first_seen(layer.kind, start)
+        if not layer.retained or layer.kind.reach == "replayed":
+            return
+        which = np.arange(max(0, first - layer.retained), first)
+        which = which[table[which // layer.kind.block] != 0]
+        self.retained_seen += len(which)
+        self._compare(layer, which, digests, table, start)
+
     def _compare(self, layer: Layer, which: Any, digests: Kv, table: Any, start: int) -> None:
         blocks, within, which = self._places(layer, which, table)
         assert (blocks != 0).all(), "no block for a token that is read"
@@ -269,9 +288,10 @@ class DrawnWorker(GroupedWorker):
         if layer.decode == 1:
             tokens = which * kind.ratio
             return table[tokens // kind.block], which % layer.states, which
+        ranks = self.drawn.ranks
         slots = slots_of(
-            table, which, block=kind.block, ranks=layer.decode,
-            rank=self.rank % self.drawn.tensor % layer.decode, interleave=self.drawn.interleave,
+            table, which, block=kind.block, ranks=layer.decode, rank=ranks.decode_rank(self.rank),
+            interleave=ranks.interleave, which=V2 if ranks.prefill > 1 else V1,
         )  # fmt: skip
         mine = slots != PAD
         return slots[mine] // kind.block, slots[mine] % kind.block, which[mine]

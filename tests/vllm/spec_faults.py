@@ -12,7 +12,8 @@ from unittest import mock
 import numpy as np
 from vllm.v1.kv_cache_interface import AttentionSpec, get_kv_quant_mode
 
-from attnstore_vllm.connector import build
+from attnstore_vllm.connector import build, groups
+from attnstore_vllm.connector.specs import reach_of
 from attnstore_vllm.index.keys import SectionKeys, SequenceKeys
 from attnstore_vllm.transfer.engine import CopyEngine, CpuEngine, Pages, StreamEvent
 from attnstore_vllm.transfer.geometry import Geometry
@@ -104,6 +105,26 @@ def has_layers_of_one_kind(drawn: Drawn) -> bool:
     return is_uniform and all(len(stage) > 1 for stage in drawn.stages)
 
 
+def are_two(drawn: Drawn) -> bool:
+    """Ranks of a stage, with heads or tokens of their own."""
+    ranks = drawn.ranks
+    return ranks.count == max(ranks.tensor, ranks.decode) == 2
+
+
+def retains(drawn: Drawn) -> bool:
+    return drawn.retained_tokens > 15 and drawn.family in ("windows", "two windows")
+
+
+def no_retained_tokens() -> AbstractContextManager[object]:
+    """What is below a window is not loaded, though vLLM has blocks for it."""
+
+    def of_window(spec: Any) -> Any:
+        reach, tokens = reach_of(spec)
+        return reach, tokens - getattr(spec, "extra_retained_tokens", 0)
+
+    return mock.patch.object(groups, "reach_of", of_window)
+
+
 @contextmanager
 def parts_in_one_slot() -> Iterator[None]:
     """Those of all ranks, so that one can be taken for the other."""
@@ -144,16 +165,17 @@ AHEAD = 16
 FAULTS = {
     "K and V swapped": Fault(is_one_of("full", "sinks"), around=swap_k_and_v),
     "a block of the chunk off by one": Fault(
-        lambda drawn: drawn.chunk_tokens > drawn.block_tokens * drawn.decode,
+        lambda drawn: drawn.chunk_tokens > drawn.block_tokens * drawn.ranks.decode,
         pages=one_block_before,
     ),
     "another rank's record": Fault(
-        lambda drawn: drawn.tensor == 2 and is_one_of("full", "windows", "local", "states")(drawn),
+        lambda drawn: are_two(drawn) and is_one_of("full", "windows", "local", "states")(drawn),
         planted=parts_in_one_slot,
         place=other_rank,
     ),
     "layers in another order": Fault(has_layers_of_one_kind, layouts=lambda layouts: layouts[::-1]),
     "scales forgotten": Fault(has_scales, around=keep_scales),
+    "retained tokens forgotten": Fault(retains, planted=no_retained_tokens),
     "a state of another length": Fault(is_one_of("states"), planted=states_of_longer_prefixes),
     "another type of KV under the same name": Fault(
         has_other_type, planted=one_name_for_all, other_type=True

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
 )
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -35,6 +34,7 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.connector.build import geometry_of
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.transfer.geometry import Geometry
+from tests.vllm.planning import get_kv_cache_configs
 
 PACKED = "BLHNC"
 """Blocks outermost: what vLLM takes where pages have several sizes."""

@@ -24,7 +24,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -48,9 +47,10 @@ from attnstore_vllm.transfer.pool import SLOTS_AT
 from tests.cuda_world import draw_read_size, draw_rules, installed
 from tests.fake_gpu import FakeGpu
 from tests.helpers import capacity_for
-from tests.vllm.context_ranks import Ranks, with_ranks
+from tests.vllm.context_ranks import with_ranks
 from tests.vllm.drawn_models import Drawn, draw
 from tests.vllm.drawn_worker import DrawnWorker, kind_of
+from tests.vllm.planning import get_kv_cache_configs
 from tests.vllm.scripted import Limits
 from tests.vllm.scripted_worker import VOCAB
 from tests.vllm.spec_faults import Fault
@@ -123,7 +123,7 @@ class DrawnEngine(StagedEngine):
             batched_tokens=start.batched_tokens, sequences=4,
         )  # fmt: skip
         super().__init__(
-            model, store, stages=(1,) * len(drawn.stages), ranks_of_a_stage=drawn.tensor,
+            model, store, stages=(1,) * len(drawn.stages), ranks_of_a_stage=drawn.ranks.count,
             limits=limits, num_blocks=start.num_blocks, depth=start.depth, seed=start.seed,
             make_engine=make, load_deadline_ms=60_000,
         )  # fmt: skip
@@ -133,8 +133,7 @@ class DrawnEngine(StagedEngine):
     # ---- shapes ------------------------------------------------------------------------
 
     def _spread(self, config: VllmConfig) -> None:
-        ranks = Ranks(self.drawn.tensor, self.drawn.decode, interleave=self.drawn.interleave)
-        with_ranks(config.parallel_config, ranks)
+        with_ranks(config.parallel_config, self.drawn.ranks)
 
     def _set(self, config: VllmConfig) -> None:
         config.parallel_config.pipeline_parallel_size = len(self.drawn.stages)
@@ -149,8 +148,11 @@ class DrawnEngine(StagedEngine):
     def _shapes(
         self, num_blocks: int, limits: Limits, num_ranks: int
     ) -> tuple[KVCacheConfig, Geometry]:
-        of_ranks = [dict(stage) for stage in self.drawn.stages for _ in range(self.drawn.tensor)]
-        caches = get_kv_cache_configs(self.config, of_ranks, [1 << 40] * num_ranks)
+        count = self.drawn.ranks.count
+        of_ranks = [dict(stage) for stage in self.drawn.stages for _ in range(count)]
+        ahead = self.drawn.retained_tokens + 1
+        with mock.patch.object(VllmConfig, "num_prefill_lookahead_tokens", ahead):
+            caches = get_kv_cache_configs(self.config, of_ranks, [1 << 40] * num_ranks)
         of_all = [group for cache in caches for group in cache.kv_cache_groups]
         if any(not g.layer_names and hasattr(g.kv_cache_spec, "kv_cache_specs") for g in of_all):
             raise VllmFailsError
@@ -180,7 +182,7 @@ class DrawnEngine(StagedEngine):
             why = reason_to_idle(self.config, side)
             assert why is None, why
         of_stages = [
-            PipelineStage.of(geometry_of(self.config, caches[i * self.drawn.tensor], config))
+            PipelineStage.of(geometry_of(self.config, caches[i * self.drawn.ranks.count], config))
             for i in range(len(self.drawn.stages))
         ]
         stages = of_stages if len(of_stages) > 1 else ()
@@ -254,6 +256,7 @@ class Story:
         for worker in engine.workers:
             assert isinstance(worker, DrawnWorker)
             self.counts["bytes checked"] += worker.bytes_checked
+            self.counts["retained states"] += worker.retained_seen
 
     def add(self, engine: DrawnEngine) -> None:
         """A prompt that begins as an earlier request, or all of it."""
@@ -330,10 +333,11 @@ def tell(
             counts["on a GPU"] += start.on_gpu
     shape = {
         "family": drawn.family, "KV type": drawn.kv_type, "layout": drawn.layout,
-        "stages": len(drawn.stages), "ranks": drawn.tensor,
+        "stages": len(drawn.stages), "ranks": drawn.ranks.count,
     }  # fmt: skip
     counts.update(["stories", *(f"{name}: {value}" for name, value in shape.items())])
-    counts["share tokens"] += drawn.decode > 1
+    counts["share tokens"] += drawn.ranks.decode > 1
+    counts["prefill ranks"] += drawn.ranks.prefill > 1
     if counts["loaded tokens"]:
         counts.update(["with loads", f"with loads: {drawn.family}"])
     return counts
@@ -371,7 +375,7 @@ def started(
             undo.callback(gc.enable)
             gpu = FakeGpu(start.seed)
             undo.enter_context(installed(gpu))
-            for rank in range(len(drawn.stages) * drawn.tensor):
+            for rank in range(len(drawn.stages) * drawn.ranks.count):
                 gpu.use(rank)
                 gpu.set(driver_version=13000, busy=Random(start.seed).choice((0, 10, 60)))
         engine = DrawnEngine(model, store, drawn, start, gpu, fault)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, resolve_dcp_kv_block_size
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
@@ -24,6 +24,7 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.connector.build import geometry_of
 from attnstore_vllm.connector.pipeline import PipelineStage
 from tests.vllm.context_ranks import CHUNK, Ranks, StagedContextEngine, settle, with_ranks
+from tests.vllm.planning import get_kv_cache_configs
 from tests.vllm.scripted_worker import BLOCK
 from tests.vllm.test_async_scheduling import wait_until_quiet
 from tests.vllm.test_context_ranks import BY_ONE, name_of, tell

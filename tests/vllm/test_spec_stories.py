@@ -73,7 +73,16 @@ def test_every_byte_that_is_read_is_right() -> None:
     assert found["with loads"] > STORIES // 2
     assert {f"with loads: {family}" for family in FAMILIES} <= found.keys()
     assert {f"layout: {layout}" for layout in LAYOUTS} <= found.keys()
-    for what in ("on a GPU", "other types", "share tokens", "stages: 2", "ranks: 2", "preempt"):
+    for what in (
+        "on a GPU",
+        "other types",
+        "share tokens",
+        "prefill ranks",
+        "retained states",
+        "stages: 2",
+        "ranks: 2",
+        "preempt",
+    ):
         assert found[what] > 0, what
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.preflight import TESTED_VLLM
-from tools import check_sources, setup_env, try_version
+from tools import check_sources, setup_env, try_scheduler, try_version
 
 BASE_LINE = "    def on_new_request("
 
@@ -110,6 +110,16 @@ def test_what_is_said_of_sources_is_of_all_names_that_are_gone_by_now() -> None:
     for version, names in said.items():
         wanted = f"run python3 tools/check_sources.py {version}"
         assert names == check_sources.num_names(), wanted
+
+
+def test_files_that_ran_with_their_scheduler_are_those_that_need_no_more() -> None:
+    """None that is another file by now is counted."""
+    results = json.loads(try_version.RESULTS.read_text(encoding="utf-8"))
+    said = {v: found["scheduled"] for v, found in results.items() if "scheduled" in found}
+    assert said
+    for version, files in said.items():
+        assert set(files) <= set(try_scheduler.SCRIPTED), version
+        assert f"in {len(files)} files with its scheduler" in try_version.table()
 
 
 def test_a_report_is_counted(tmp_path: Path) -> None:
