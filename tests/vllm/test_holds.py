@@ -21,7 +21,7 @@ from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
 
 SHAPE = replace(SMALL, layers=2)
-BLOCKS = 32
+BLOCKS = 40
 LENGTH = 3 * BLOCK + 20
 GAP_S = 0.02
 ALONE = {"kv_transfer_params": {"attnstore": {"store": False}}}
