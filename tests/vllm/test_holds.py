@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.tiny_model import SMALL
+from attnstore_vllm.policy.holding import ReturnCost
 from attnstore_vllm.scheduler.holds import Holds
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
@@ -164,6 +165,20 @@ def told(engine: Engine, tier: str) -> list[tuple[int, int, float]]:
     return seen
 
 
+def forget_returns(engine: Engine) -> None:
+    """What they have cost on this engine, whose tests before have returns of all kinds."""
+    holding = holds_of(engine).holding
+    assert holding is not None
+    holding._cost = ReturnCost()
+
+
+def leave_held(engine: Engine) -> int:
+    """Tokens."""
+    forget_returns(engine)
+    turn(engine, [], "last", extra_args=ALONE)
+    return holds_of(engine).held_tokens
+
+
 def is_held(engine: Engine, seed: object) -> bool:
     turn(engine, [], seed, extra_args=ALONE)
     found = holds_of(engine).held_tokens > 0
@@ -171,19 +186,11 @@ def is_held(engine: Engine, seed: object) -> bool:
     return found
 
 
-def leave_held(engine: Engine) -> int:
-    """Tokens. What returns have cost is forgotten: the test before has made it little."""
-    holds_of(engine).holding._cost.__init__()  # type: ignore[misc,union-attr]
-    turn(engine, [], "last", extra_args=ALONE)
-    return holds_of(engine).held_tokens
-
-
 def cheap_returns(engine: Engine) -> tuple[bool, bool]:
     """Whether a session is held before and after returns that DRAM has."""
-    learn(engine)
+    forget_returns(engine)
     before = is_held(engine, "before")
-    for _ in range(20):
-        told(engine, "dram")
+    told(engine, "dram")
     return before, is_held(engine, "after")
 
 
