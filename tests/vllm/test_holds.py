@@ -54,8 +54,6 @@ def turn(engine: Engine, text: list[int], seed: object, **how: Any) -> tuple[lis
 
 def learn(engine: Engine) -> None:
     """Sessions come back soon. What steps cost is known before."""
-    if engine.side.holds is None:
-        return
     set_clock(engine, 0.0)
     for number in range(30):
         engine.ask(random_tokens(("step", number), 40 + 50 * (number % 9)), extra_args=ALONE)
@@ -73,7 +71,6 @@ def overrun(engine: Engine) -> None:
 
 
 def come_back(engine: Engine) -> Mapping[str, Any]:
-    learn(engine)
     text, _ = turn(engine, [], "one", extra_args=ALONE)
     held = holds_of(engine).held_tokens if engine.side.holds is not None else 0
     overrun(engine)
@@ -84,7 +81,6 @@ def come_back(engine: Engine) -> Mapping[str, Any]:
 
 def talk(engine: Engine) -> tuple[list[Answer], int]:
     """Six sessions of four turns, two at a time, with gaps. (answers, holds that were made)"""
-    learn(engine)
     is_on, made, last = engine.side.holds is not None, 0, set[int]()
     texts, found = [list[int]() for _ in range(6)], []
     for round_ in range(4):
@@ -215,7 +211,9 @@ def plain(start_engine: StartEngine) -> tuple[Mapping[str, Any], Any, list[str]]
 
 @pytest.fixture(scope="module")
 def engine(plain: object, start_engine: StartEngine) -> EngineHost:
-    return start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT, settings=HOLDING)
+    host = start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT, settings=HOLDING)
+    host.call(learn)
+    return host
 
 
 def test_a_return_finds_what_others_have_evicted_without(
