@@ -203,7 +203,7 @@ def wrapped(engine: Engine) -> list[str]:
 
 
 def cascades(engine: Engine) -> list[str | None]:
-    """Why nothing is held without cascade attention and with it, which the CPU build has not."""
+    """Why nothing is held, without cascade attention and with it. No argument of 0.32 sets it."""
     from attnstore_vllm.connector import facts
 
     config = engine.scheduler.vllm_config
