@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.tiny_model import SMALL
+from attnstore_vllm.policy.holding import ReturnCost
 from attnstore_vllm.scheduler.holds import Holds
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
@@ -21,7 +22,7 @@ from tests.vllm.host import EngineHost
 from tests.vllm.prompts import random_tokens
 
 SHAPE = replace(SMALL, layers=2)
-BLOCKS = 32
+BLOCKS = 40
 LENGTH = 3 * BLOCK + 20
 GAP_S = 0.02
 ALONE = {"kv_transfer_params": {"attnstore": {"store": False}}}
@@ -53,8 +54,6 @@ def turn(engine: Engine, text: list[int], seed: object, **how: Any) -> tuple[lis
 
 def learn(engine: Engine) -> None:
     """Sessions come back soon. What steps cost is known before."""
-    if engine.side.holds is None:
-        return
     set_clock(engine, 0.0)
     for number in range(30):
         engine.ask(random_tokens(("step", number), 40 + 50 * (number % 9)), extra_args=ALONE)
@@ -72,7 +71,6 @@ def overrun(engine: Engine) -> None:
 
 
 def come_back(engine: Engine) -> Mapping[str, Any]:
-    learn(engine)
     text, _ = turn(engine, [], "one", extra_args=ALONE)
     held = holds_of(engine).held_tokens if engine.side.holds is not None else 0
     overrun(engine)
@@ -83,7 +81,6 @@ def come_back(engine: Engine) -> Mapping[str, Any]:
 
 def talk(engine: Engine) -> tuple[list[Answer], int]:
     """Six sessions of four turns, two at a time, with gaps. (answers, holds that were made)"""
-    learn(engine)
     is_on, made, last = engine.side.holds is not None, 0, set[int]()
     texts, found = [list[int]() for _ in range(6)], []
     for round_ in range(4):
@@ -164,6 +161,20 @@ def told(engine: Engine, tier: str) -> list[tuple[int, int, float]]:
     return seen
 
 
+def forget_returns(engine: Engine) -> None:
+    """What they have cost on this engine, whose tests before have returns of all kinds."""
+    holding = holds_of(engine).holding
+    assert holding is not None
+    holding._cost = ReturnCost()
+
+
+def leave_held(engine: Engine) -> int:
+    """Tokens."""
+    forget_returns(engine)
+    turn(engine, [], "last", extra_args=ALONE)
+    return holds_of(engine).held_tokens
+
+
 def is_held(engine: Engine, seed: object) -> bool:
     turn(engine, [], seed, extra_args=ALONE)
     found = holds_of(engine).held_tokens > 0
@@ -171,19 +182,11 @@ def is_held(engine: Engine, seed: object) -> bool:
     return found
 
 
-def leave_held(engine: Engine) -> int:
-    """Tokens. What returns have cost is forgotten: the test before has made it little."""
-    holds_of(engine).holding._cost.__init__()  # type: ignore[misc,union-attr]
-    turn(engine, [], "last", extra_args=ALONE)
-    return holds_of(engine).held_tokens
-
-
 def cheap_returns(engine: Engine) -> tuple[bool, bool]:
     """Whether a session is held before and after returns that DRAM has."""
-    learn(engine)
+    forget_returns(engine)
     before = is_held(engine, "before")
-    for _ in range(20):
-        told(engine, "dram")
+    told(engine, "dram")
     return before, is_held(engine, "after")
 
 
@@ -199,6 +202,17 @@ def wrapped(engine: Engine) -> list[str]:
     ]
 
 
+def cascades(engine: Engine) -> list[str | None]:
+    """Why nothing is held, without cascade attention and with it. No argument of 0.32 sets it."""
+    from attnstore_vllm.connector import facts
+
+    config = engine.scheduler.vllm_config
+    found = []
+    for config.model_config.disable_cascade_attn in (False, True):
+        found.append(facts._why_no_holds(config))
+    return found[::-1]
+
+
 @pytest.fixture(scope="module")
 def plain(start_engine: StartEngine) -> tuple[Mapping[str, Any], Any, list[str]]:
     """An engine without holding: a return, a talk, and what it wraps."""
@@ -208,7 +222,9 @@ def plain(start_engine: StartEngine) -> tuple[Mapping[str, Any], Any, list[str]]
 
 @pytest.fixture(scope="module")
 def engine(plain: object, start_engine: StartEngine) -> EngineHost:
-    return start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT, settings=HOLDING)
+    host = start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT, settings=HOLDING)
+    host.call(learn)
+    return host
 
 
 def test_a_return_finds_what_others_have_evicted_without(
@@ -274,17 +290,13 @@ def test_an_engine_ends_while_blocks_are_held(engine: EngineHost) -> None:
     assert engine.exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("vllm", "why"),
-    [
-        ({"enable_prefix_caching": False}, "vLLM's prefix cache is off"),
-        ({"disable_cascade_attn": False}, "cascade attention is on"),
-    ],
-    ids=["no prefix cache", "cascade attention"],
-)
-def test_holding_is_refused_with_a_sentence(
-    start_engine: StartEngine, vllm: dict[str, Any], why: str
-) -> None:
-    host = start_engine(shape=SHAPE, blocks=BLOCKS, vllm={**EXACT, **vllm}, settings=HOLDING)
-    assert f"holding is off, since {why}" in host.log_text()
+def test_holding_is_refused_with_a_sentence(start_engine: StartEngine) -> None:
+    host = start_engine(
+        shape=SHAPE, blocks=BLOCKS, vllm={**EXACT, "enable_prefix_caching": False},
+        settings=HOLDING,
+    )  # fmt: skip
+    assert "holding is off, since vLLM's prefix cache is off" in host.log_text()
     assert host.call(wrapped) == []
+    without, beside = host.call(cascades)
+    assert without is None
+    assert beside is not None and beside.startswith("cascade attention is on")
