@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
-from attnstore_vllm.hints import KEYS, NAMES, NO_HINTS, SECTION, HintReader, Hints, is_name
+from attnstore_vllm.hints import KEYS, NO_HINTS, SECTION, HintReader, Hints, is_session
 
 ACTION: Final = "attnstore.hints"
 VERSION: Final = "1"
@@ -69,10 +69,10 @@ class _Told:
         self.ignored = 0
 
     def take(self, key: str, value: object) -> None:
-        """The first word holds. A name that makes no sense is none."""
+        """The first word holds. An id that makes no sense is none."""
         if value is None or value == "":
             return
-        if key in NAMES and not is_name(key, value):
+        if key in ("session", "parent") and not is_session(value):
             self.ignored += 1
         else:
             self.hints.setdefault(key, value)

@@ -11,8 +11,6 @@ body.
     ended: true             the conversation is over: its KV leaves before all other KV
     session: "an id"        the conversation that it is of: `ended` holds for all that it has left
     parent: "an id"         the session that has begun this one, and ends it with itself
-    tool: "a name"          the tool that the answer calls, or else the last one
-    agent: "a name"         the kind of agent that asks
     audit: true             its hit is computed, to be compared with what is stored
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 
@@ -31,19 +29,16 @@ import numpy as np
 from attnstore_vllm.config.values import seconds_of
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.told import Told
 from attnstore_vllm.policy.visits import NO_TERMS, Terms
 from attnstore_vllm.types import TOKEN_BYTES
 
 SECTION: Final = "attnstore"
 KEYS: Final = (
     "store", "priority", "ttl", "truncation", "approximate", "report", "ended", "audit", "pin",
-    "session", "parent", "tool", "agent",
+    "session", "parent",
 )  # fmt: skip
 ID_MAX = 256
 """Characters of a session's id."""
-NAMES: Final = {"session": ID_MAX, "parent": ID_MAX, "tool": 64, "agent": 64}
-"""Hints that are names, and characters that each has at most."""
 PRIORITIES = {"low": Priority.LOW, "normal": Priority.NORMAL, "high": Priority.HIGH}
 
 
@@ -64,15 +59,6 @@ class Hints:
     session: str | None = None
     """A name that the client has chosen: it means nothing but among requests of its salt."""
     parent: str | None = None
-    tool: str | None = None
-    agent: str | None = None
-    """When the next turn comes is learned by these (policy/told.py)."""
-
-    def terms_of(self, tenant: bytes) -> Terms:
-        """What a request of this tenant asks for its KV."""
-        if self.session is None and self.tool is None and self.agent is None:
-            return self.terms
-        return replace(self.terms, told=Told(tenant, self.agent, self.tool))
 
     def with_ignored(self, more: int) -> Hints:
         return replace(self, ignored=self.ignored + more) if more else self
@@ -81,9 +67,8 @@ class Hints:
 NO_HINTS = Hints()
 
 
-def is_name(key: str, value: object) -> bool:
-    """Whether this makes sense as the hint of one of NAMES."""
-    return isinstance(value, str) and 0 < len(value) <= NAMES[key]
+def is_session(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= ID_MAX
 
 
 class HintReader:
@@ -122,8 +107,7 @@ class HintReader:
         if not isinstance(given, dict):
             return Hints(ignored=1)
         store, priority, pin = given.get("store"), given.get("priority"), given.get("pin")
-        ended = given.get("ended")
-        names = {key: str(given[key]) for key in NAMES if is_name(key, given.get(key))}
+        ended, session, parent = given.get("ended"), given.get("session"), given.get("parent")
         ttl_s = seconds_of(given.get("ttl"))
         level = PRIORITIES.get(priority) if isinstance(priority, str) else None
         may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
@@ -143,9 +127,10 @@ class HintReader:
                 audits,
                 isinstance(report, bool),
                 isinstance(ended, bool),
+                is_session(session),
+                is_session(parent),
             )
         )
-        applied += len(names)
         times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
         pin_s = min(times) if may_pin and pin and ended is not True else None
         return Hints(
@@ -157,7 +142,8 @@ class HintReader:
             audits and audit is True,
             applied,
             len(given) - applied,
-            **names,
+            session if is_session(session) else None,
+            parent if is_session(parent) else None,
         )
 
 

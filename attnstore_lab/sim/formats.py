@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from attnstore_lab.sim.trace import AgentWords, Trace, TraceError, TraceRequest, make_trace
+from attnstore_lab.sim.trace import Trace, TraceError, TraceRequest, make_trace
 
 SESSION_STRIDE = 1 << 32
 """Chunks of different sessions are different ones: their numbers lie so far apart."""
@@ -191,7 +191,6 @@ def _requests_of(
             begun_s = _get(here, {"t": 0.0, **request}, "t", _is_time, "seconds")
             yield from _requests_of(here, request, block_tokens, chunk_tokens, since_s + begun_s)
             continue
-        words = _words(entry, request, is_last=number == len(requests) - 1)
         time_s = since_s + _get(here, request, "t", _is_time, "seconds")
         num_tokens = _get(here, request, "in", _is_count, "a number of tokens")
         answer = _get(here, request, "out", _is_count, "a number of tokens")
@@ -201,17 +200,7 @@ def _requests_of(
         chunks = np.concatenate([np.empty(0, np.int64), *blocks])[every - 1 :: every]
         if len(chunks):
             known = len(chunks) * chunk_tokens
-            num_tokens = max(num_tokens, known)
-            yield TraceRequest(time_s, chunks, num_tokens, answer, known, words=words)
-
-
-def _words(entry: dict[str, Any], request: Any, *, is_last: bool) -> AgentWords | None:
-    """None: the file says nothing of what was asked and answered."""
-    if not isinstance(request, dict) or "input_types" not in request:
-        return None
-    asked = "result" if "tool_result" in str(request["input_types"]) else "words"
-    agent = str(entry.get("subagent_type", request.get("model", "")))
-    return AgentWords(agent[:64], asked, str(request.get("stop", ""))[:64], is_last)
+            yield TraceRequest(time_s, chunks, max(num_tokens, known), answer, known)
 
 
 def _is_runs(value: Any) -> bool:

@@ -25,20 +25,6 @@ class TraceError(AttnStoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class AgentWords:
-    """What a client that gives hints could say with a request of an agent's session."""
-
-    agent: str
-    """The kind of agent."""
-    tool: str
-    """What its last message is: the result of a tool, or a person's words."""
-    ending: str
-    """What its answer is: a call of a tool, or words for a person."""
-    is_last: bool
-    """Of its session."""
-
-
-@dataclass(frozen=True, slots=True)
 class TraceRequest:
     """One request.
 
@@ -58,7 +44,6 @@ class TraceRequest:
     known_tokens: int
     session: int = -1
     think_s: float = 0.0
-    words: AgentWords | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ It is long since it says for each way in which two requests can meet whose terms
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -16,16 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from attnstore_vllm.policy.ages import Array
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import (
     TURNS_MAX,
+    Array,
     Before,
     ReturnEstimator,
     answered,
     kind_of,
 )
-from attnstore_vllm.policy.told import Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,6 @@ class Terms:
     """After so long without use it is not found any more. None: as long as there is room."""
     pin_s: float | None = None
     """So long its prompt's KV is not evicted, if its tenant's share allows."""
-    told: Told | None = None
-    """What its client tells of when the next turn comes."""
 
 
 NO_TERMS = Terms()
@@ -115,10 +112,6 @@ class Run:
     is_known: bool = True
     """It is a request's. Else of what others or an earlier process have left: of whom is not known.
     """
-    told: Told | None = None
-    """What the client has told of it. Nothing of what others share."""
-    context: int = -1
-    """The place of that, as the estimator has it. Changed by answer() alone."""
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
@@ -299,14 +292,13 @@ def visit_of(
     def run(start: int, stop: int, lease: Lease | None, *, is_shared: bool) -> Run:
         stop = min(stop, len(marks))
         kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
-        number, told = 0, None if is_shared else terms.told
-        context = estimator.told.contexts.place(told) if told is not None else -1
+        number = 0
         if stop > start:
             follows = 0 if is_shared else turn
             mark = marks[stop - 1]
-            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens, context)
+            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
         priority = max(Priority.NORMAL, terms.priority) if is_shared else terms.priority
-        return Run(number, kind, now, is_shared, priority, lease, told=told, context=context)
+        return Run(number, kind, now, is_shared, priority, lease)
 
     parts: list[tuple[int, Run]] = []
     start = 0
@@ -428,21 +420,12 @@ def moved_run(run: Run, visit: Visit, now: float) -> Run:
     return replace(run, since=now, is_shared=True, priority=priority, lease=lease)
 
 
-def answer(run: Run, num_tokens: int, estimator: ReturnEstimator, ending: Hashable = None) -> None:
+def answer(run: Run, num_tokens: int, estimator: ReturnEstimator) -> None:
     """The request was answered with so many tokens, which tells something of whether it is gone on
-    with. The caller tells the orders of departure. Nothing changes for what others share.
-
-    Args:
-        ending: the last tokens of the answer, read where the client tells something too: a call of
-            a tool ends with other tokens than what a person is to read. None: not known.
-    """
-    if run.is_shared:
-        return
-    run.kind = answered(run.kind, num_tokens)
-    if run.told is not None and ending is not None:
-        context = estimator.told.contexts.place(run.told, ending)
-        run.context = context if context >= 0 else run.context
-    estimator.change(run.number, run.kind, run.context)
+    with. The caller tells the orders of departure. Nothing changes for what others share."""
+    if not run.is_shared:
+        run.kind = answered(run.kind, num_tokens)
+        estimator.change(run.number, run.kind)
 
 
 def end(runs: Iterable[Run]) -> Iterator[Run]:

@@ -6,11 +6,7 @@ from __future__ import annotations
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.sessions import SessionTable
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.store.store import Store
-
-ENDING = 2
-"""Tokens of an answer's end."""
 
 
 class Sessions:
@@ -33,11 +29,4 @@ class Sessions:
                 ended = self.table.end(state.tenant, hints.session)
             else:
                 self.table.note(state.tenant, hints.session, visit.own, hints.parent)
-        store.answered(visit, *_answer(request), ended)
-
-
-def _answer(request: Request) -> tuple[int, tuple[int, ...] | None]:
-    """How many tokens it was answered with, and the last of them: two, since the last one alone
-    ends all answers of many models. None: it was answered with fewer."""
-    said = request.num_tokens - request.num_prompt_tokens
-    return said, tuple(request.all_token_ids[-ENDING:]) if said >= ENDING else None
+        store.answered(visit, request.num_tokens - request.num_prompt_tokens, ended)

@@ -24,7 +24,7 @@ from attnstore_vllm.index.keys import (
 )
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
-from attnstore_vllm.policy.visits import Run, Terms, Visit
+from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request
@@ -269,10 +269,6 @@ class RequestState:
         if self.computing.scheduled_stop:
             return Stage.COMPUTING
         return Stage.WAITING if self.waiting.deadline is not None else Stage.ARRIVED
-
-    @property
-    def terms(self) -> Terms:
-        return self.hints.terms_of(self.tenant)
 
     def expect(self, pieces: Sequence[Piece]) -> None:
         """Note what a lookup found: an offer that falls short of it is a recomputation."""

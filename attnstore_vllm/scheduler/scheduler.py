@@ -257,7 +257,7 @@ class Scheduler:
         num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
         num_expired = self.store.residency.num_expired
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, state.terms
+            request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
         )
         state.counted.has_expired |= self.store.residency.num_expired != num_expired
         state.expect(pieces)
