@@ -54,7 +54,7 @@ def facts_of(
     needs = needs_of(geometry)
     # vLLM writes zeros to blocks that change hands, before any hook of ours.
     zeroes = bool(kv_cache_config.needs_kv_cache_zeroing)
-    cuts = _cuts_hits(kv_cache_config)
+    cuts = may_cut_hits(kv_cache_config)
     ahead = tokens_ahead(vllm_config)
     why_not_cut = "vLLM may take a part of what is moved" if cuts else None
     scheduler = vllm_config.scheduler_config
@@ -83,14 +83,14 @@ def facts_of(
         gives_blocks_away=not zeroes and (None in rows or are_alone),
         loads_in_parts=in_parts,
         has_prefix_cache=bool(vllm_config.cache_config.enable_prefix_caching),
-        why_no_holds=_why_no_holds(vllm_config),
+        why_no_holds=reason_for_no_holds(vllm_config),
         serves_adapters=_serves_adapters(vllm_config, geometry),
         comparisons=comparisons_of(audit, geometry, ranks, ahead),
         info=info,
     )
 
 
-def _why_no_holds(vllm_config: VllmConfig) -> str | None:
+def reason_for_no_holds(vllm_config: VllmConfig) -> str | None:
     """vLLM takes a block with as many users as there are requests for one that all of them have
     (KVCacheManager.get_num_common_prefix_blocks): cascade attention would use it for others too."""
     if vllm_config.model_config.disable_cascade_attn:
@@ -98,7 +98,7 @@ def _why_no_holds(vllm_config: VllmConfig) -> str | None:
     return "cascade attention is on (disable_cascade_attn: false)"
 
 
-def _cuts_hits(kv_cache_config: KVCacheConfig) -> bool:
+def may_cut_hits(kv_cache_config: KVCacheConfig) -> bool:
     """Whether vLLM may take less than it is offered, and more than nothing.
 
     Of all that Scheduler.schedule() does with an offer, in 0.30 to 0.33, one thing is such: where a

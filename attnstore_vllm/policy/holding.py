@@ -175,7 +175,7 @@ class Holding:
         self._longest_s = longest_s
         self._defer_s = defer_s
         self._gaps = Gaps()
-        self._cost = ReturnCost()
+        self.return_cost = ReturnCost()
         self._held: OrderedDict[int, _Held] = OrderedDict()
         self._away: OrderedDict[int, float] = OrderedDict()
         self._waiting: set[int] = set()
@@ -219,7 +219,7 @@ class Holding:
         """Whether sessions wait at the door: holds pay, tiers do not make up for their loss, and
         one was let go lately."""
         is_short = now - self.let_go_at < SHORT_S
-        return is_short and self._pays and self._cost.ratio >= DOOR_RATIO
+        return is_short and self._pays and self.return_cost.ratio >= DOOR_RATIO
 
     def _fits(self, num_tokens: int) -> bool:
         """Whether one more session can be in play. Each may grow to what is usual."""
@@ -241,7 +241,7 @@ class Holding:
             self._first.add(session)
         self._waiting.discard(session)
         self._join(session, num_tokens)
-        self._cost.observe(computing_s, return_s)
+        self.return_cost.observe(computing_s, return_s)
 
     def gone(self, session: int) -> None:
         """The session is over, or its request was aborted. What was held for it is let go."""
@@ -268,7 +268,7 @@ class Holding:
         if len(self._away) > SESSIONS_MAX:
             self._away.popitem(last=False)
             self._gaps.gave_up()
-        saves_s = computing_s * self._cost.ratio
+        saves_s = computing_s * self.return_cost.ratio
         seconds = self.seconds(num_tokens, saves_s)
         self._pays = seconds > 0
         if not seconds or self.held_tokens + num_tokens > self._most:

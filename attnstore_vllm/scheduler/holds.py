@@ -96,9 +96,9 @@ class Holds:
         self.pool: Any = None
         self._block_tokens = 0
         self._numbers = itertools.count()
-        self._away = OrderedDict[object, tuple[int, int]]()
+        self.away = OrderedDict[object, tuple[int, int]]()
         """Session and tokens, by vLLM's name of the last block that it left. SESSIONS_MAX."""
-        self._waiting: dict[str, _Arrived] = {}
+        self.waiting: dict[str, _Arrived] = {}
         self._running: dict[str, int] = {}
         """Sessions of requests that have their blocks."""
         self.blocks: dict[int, list[Any]] = {}
@@ -130,7 +130,7 @@ class Holds:
             found = allocate(request, *args, **kwargs)
             while found is None and self.make_room(request.request_id):
                 found = allocate(request, *args, **kwargs)
-            if found is not None and request.request_id in self._waiting:
+            if found is not None and request.request_id in self.waiting:
                 self._started(request)
             return found
 
@@ -148,23 +148,23 @@ class Holds:
         if self.holding is None or request.resumable or request.skip_reading_prefix_cache:
             return
         now, session, history = self.clock(), next(self._numbers), 0
-        if self._away:
+        if self.away:
             for name in reversed(request.block_hashes):
-                if name in self._away:
-                    session, history = self._away.pop(name)
+                if name in self.away:
+                    session, history = self.away.pop(name)
                     self.holding.came(session, now)
                     break
-        self._waiting[request.request_id] = _Arrived(session, now, history)
+        self.waiting[request.request_id] = _Arrived(session, now, history)
 
     def found(self, request_id: str, tokens: int, load_s: float) -> None:
         """Tiers have so many tokens of a request that has come, and would load them in so long."""
-        waiting = self._waiting.get(request_id)
+        waiting = self.waiting.get(request_id)
         if waiting is not None:
             waiting.loaded_tokens, waiting.load_s = min(tokens, waiting.history), load_s
 
     def waits(self, request: Request) -> bool:
         """Whether a request that vLLM asks for waits at the door. Asked again each step."""
-        waiting = self._waiting.get(request.request_id)
+        waiting = self.waiting.get(request.request_id)
         if self.holding is None or waiting is None or not waiting.history:
             return False
         if self._is_open or brings_kv(request.kv_transfer_params):
@@ -188,7 +188,7 @@ class Holds:
             blocks: from its first token on.
         """
         request_id = request.request_id
-        waiting = self._waiting.pop(request_id, None)
+        waiting = self.waiting.pop(request_id, None)
         session = self._running.pop(request_id, None) if waiting is None else waiting.session
         if self.holding is None or session is None:
             return
@@ -218,12 +218,12 @@ class Holds:
 
     def _follow(self, name: object, session: int, tokens: int) -> None:
         """Know the session by this name when it comes back."""
-        same = self._away.pop(name, None)
+        same = self.away.pop(name, None)
         if same is not None:
             self._forget(same[0])
-        self._away[name] = session, tokens
-        if len(self._away) > SESSIONS_MAX:
-            self._forget(self._away.popitem(last=False)[1][0])
+        self.away[name] = session, tokens
+        if len(self.away) > SESSIONS_MAX:
+            self._forget(self.away.popitem(last=False)[1][0])
 
     def _forget(self, session: int) -> None:
         assert self.holding is not None
@@ -233,7 +233,7 @@ class Holds:
     def _started(self, request: Request) -> None:
         """It has its blocks: those that were held for it are its own by now."""
         assert self.holding is not None
-        waiting = self._waiting.pop(request.request_id)
+        waiting = self.waiting.pop(request.request_id)
         self._running[request.request_id] = waiting.session
         computing_s = self.computing_s(waiting.history) if waiting.history else 0.0
         return_s = 0.0
@@ -258,7 +258,7 @@ class Holds:
         """Let go of one hold, since a request finds no room. Returns False where there is none."""
         if self.holding is None or not self.blocks:
             return False
-        waiting = self._waiting.get(request_id)
+        waiting = self.waiting.get(request_id)
         session = self.holding.let_go(self.clock(), waiting.session if waiting else None)
         if session is None:
             return False
@@ -269,7 +269,7 @@ class Holds:
         """Let go of all: what HBM has is dropped."""
         for session in [*self.blocks]:
             self._forget(session)
-        self._away.clear()
+        self.away.clear()
 
     def release(self, session: int, why: HoldEvent) -> None:
         blocks = self.blocks.pop(session, None)
@@ -282,7 +282,7 @@ class Holds:
     @property
     def followed(self) -> tuple[int, int, int]:
         """How many sessions are away, and how many requests wait and run. For tests."""
-        return len(self._away), len(self._waiting), len(self._running)
+        return len(self.away), len(self.waiting), len(self._running)
 
     @property
     def held_tokens(self) -> int:

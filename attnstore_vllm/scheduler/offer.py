@@ -306,7 +306,7 @@ class Offers:
 
         It may take fewer than it was offered, or take them in a later step. It skips just as many
         in every layer: so what does not back that very length is a load that has failed. Which
-        versions do so, and when: connector/facts.py: _cuts_hits().
+        versions do so, and when: connector/facts.py: may_cut_hits().
 
         Returns whether it is carried out before the request's first step.
         Raises: UnsupportedError, for a length that nothing backs, in a step that computes: no

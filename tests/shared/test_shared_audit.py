@@ -215,7 +215,7 @@ def test_what_this_engine_has_put_says_nothing_of_what_others_put(
             place, wrong = stored_names(one, own)[0], bytes(PAYLOAD_BYTES)
             assert io.generation.usable is not None
             names = RecordNames(io.namespace, io.generation.usable, io.keys)
-            header = names.header(place, name, len(wrong), io.keys.digest(wrong))
+            header = names.header(place, name, len(wrong), io.keys.digest(memoryview(wrong)))
             stranger.put(place, bytes(header) + wrong)
         two.store.drop([chunk])
         brought: dict[str, str] = {}

@@ -99,7 +99,7 @@ class Engine:
             "enforce_eager": spec.eager, "tensor_parallel_size": spec.tensor_parallel,
             "pipeline_parallel_size": spec.pipeline_parallel,
             "num_gpu_blocks_override": spec.blocks, "disable_log_stats": False,
-            "kv_transfer_config": _transfer(spec), **spec.vllm,
+            "kv_transfer_config": kv_transfer(spec), **spec.vllm,
         }  # fmt: skip
         self.spec = spec
         if arguments.get("load_format") == "dummy":
@@ -328,7 +328,7 @@ def larger_dummies() -> None:
         dummy_loader.initialize_single_dummy_weight = partial(plain, low=-DUMMY, high=DUMMY)
 
 
-def _transfer(spec: EngineSpec) -> Any:
+def kv_transfer(spec: EngineSpec) -> Any:
     from vllm.config import KVTransferConfig
 
     if spec.transfer is not None:

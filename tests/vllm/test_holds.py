@@ -141,7 +141,7 @@ def told(engine: Engine, tier: str) -> list[tuple[int, int, float]]:
 
     def found(request_id: str, tokens: int, load_s: float) -> None:
         find(request_id, tokens, load_s)
-        arrived = holds._waiting[request_id]
+        arrived = holds.waiting[request_id]
         seen.append((arrived.history, arrived.loaded_tokens, arrived.load_s))
 
     for number in range(6):
@@ -149,9 +149,9 @@ def told(engine: Engine, tier: str) -> list[tuple[int, int, float]]:
         engine.settle()
         while holds.make_room("another"):
             pass
-        away = holds._away.copy()
+        away = holds.away.copy()
         engine.forget_hbm()
-        holds._away.update(away)  # as where others had taken its blocks
+        holds.away.update(away)  # as where others had taken its blocks
         if tier == "nvme":
             engine.evict_dram()
         holds.found = found  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def forget_returns(engine: Engine) -> None:
     """What they have cost on this engine, whose tests before have returns of all kinds."""
     holding = holds_of(engine).holding
     assert holding is not None
-    holding._cost = ReturnCost()
+    holding.return_cost = ReturnCost()
 
 
 def leave_held(engine: Engine) -> int:
@@ -209,7 +209,7 @@ def cascades(engine: Engine) -> list[str | None]:
     config = engine.scheduler.vllm_config
     found = []
     for config.model_config.disable_cascade_attn in (False, True):
-        found.append(facts._why_no_holds(config))
+        found.append(facts.reason_for_no_holds(config))
     return found[::-1]
 
 

@@ -52,10 +52,10 @@ class SickNodes(TwoNodes):
     def _around(self) -> dict[str, str]:
         return {**super()._around(), FAULTS_FILE: str(self._faults)}
 
-    def _transfer(self, store: Path, spec: Any) -> dict[str, Any]:
+    def kv_transfer(self, store: Path, spec: Any) -> dict[str, Any]:
         module = "tests.vllm.faulty_disk"
         faulty = {"kv_connector": "OnFaultyDisk", "kv_connector_module_path": module}
-        return super()._transfer(store, spec) | faulty
+        return super().kv_transfer(store, spec) | faulty
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ class TwoNodes:
         found = {"PYTHONPATH": str(REPOSITORY), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         return {**ENVIRONMENT, **SECOND, **found}
 
-    def _transfer(self, store: Path, spec: EngineSpec) -> dict[str, Any]:
+    def kv_transfer(self, store: Path, spec: EngineSpec) -> dict[str, Any]:
         """The second node's."""
         return {
             "kv_connector": "AttnStoreConnector",
@@ -94,7 +94,7 @@ class TwoNodes:
 
     def _headless(self, spec: EngineSpec, port: int) -> list[str]:
         model = make_model(self._models / "model-192-6-2", THREE)
-        transfer = self._transfer(self.stores[1], spec)
+        transfer = self.kv_transfer(self.stores[1], spec)
         arguments = {
             "dtype": "bfloat16", "max-model-len": THREE.max_position, "pipeline-parallel-size": 2,
             "num-gpu-blocks-override": spec.blocks, "nnodes": 2, "node-rank": 1,

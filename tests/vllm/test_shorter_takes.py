@@ -40,7 +40,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["failed"] += 1
         return bool(fail(*args))
 
-    monkeypatch.setattr(facts, "_cuts_hits", lambda _: True)
+    monkeypatch.setattr(facts, "may_cut_hits", lambda _: True)
     monkeypatch.setattr(Offers, "_fail", counted)
     return counts
 

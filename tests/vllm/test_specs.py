@@ -243,8 +243,8 @@ def test_of_an_unknown_version_hits_may_be_cut(
 ) -> None:
     """Then groups are loaded ahead of the step, where a part that is not backed can fail."""
     _, scheduler = configurations(config, SERVED_BEFORE["llama"][0](), "LBNHC")
-    monkeypatch.setattr(facts.vllm, "__version__", version)
-    assert facts._cuts_hits(scheduler) is cuts
+    monkeypatch.setattr("vllm.__version__", version)
+    assert facts.may_cut_hits(scheduler) is cuts
 
 
 def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any) -> None:
