@@ -71,6 +71,8 @@ def overrun(engine: Engine) -> None:
 
 
 def come_back(engine: Engine) -> Mapping[str, Any]:
+    if engine.side.holds is not None:
+        forget_returns(engine)
     text, _ = turn(engine, [], "one", extra_args=ALONE)
     held = holds_of(engine).held_tokens if engine.side.holds is not None else 0
     overrun(engine)
@@ -106,6 +108,7 @@ def talk(engine: Engine) -> tuple[list[Answer], int]:
 
 def reset(engine: Engine, how: str) -> tuple[int, int, int]:
     """Tokens held before and after, and blocks that are still used after that."""
+    forget_returns(engine)
     turn(engine, [], ("reset", how), extra_args=ALONE)
     holds = holds_of(engine)
     before = holds.held_tokens

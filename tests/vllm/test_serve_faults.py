@@ -81,10 +81,13 @@ def test_damaged_payloads_are_computed_anew(live: Live) -> None:
     assert count(live.server, "recomputations", cause="lost") > 0
     assert serving.is_healthy(live.server)
 
-    again, tokens = ask_and_count(live.server, story("damaged"))
-    assert again == computed
-    stored = whole_blocks(computed.prompt_tokens - 1)
-    assert tokens == {"dram": stored, "nvme": 0}, "it was saved anew"
+    stored = {"dram": whole_blocks(computed.prompt_tokens - 1), "nvme": 0}
+    for _ in range(3):  # what was still being read when it was computed is saved by the next one
+        again, tokens = ask_and_count(live.server, story("damaged"))
+        assert again == computed
+        if tokens == stored:
+            break
+    assert tokens == stored, "it was saved anew"
 
 
 def test_a_reset_of_the_connector_forgets_all_tiers(live: Live) -> None:
