@@ -310,6 +310,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "tiers/residency.py": {"low.touch": NO_FILE},
     "tiers/shared/child.py": {"lane.open": NO_FILE},
+    "config/tenants.py": {"os.open": "a salt that the user names: its kind and mode are looked at"},
     "tiers/shared/secret.py": {
         "os.open": "a secret that the user names: its owner and mode are looked at"
     },
