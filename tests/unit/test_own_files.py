@@ -310,7 +310,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "tiers/residency.py": {"low.touch": NO_FILE},
     "tiers/shared/child.py": {"lane.open": NO_FILE},
-    "config/tenants.py": {"os.open": "a salt that the user names: its kind and mode are looked at"},
+    "config/tenants.py": {
+        "os.open": "a salt that the user names: its kind and mode are looked at",
+        "open": "the same, by its number",
+    },
     "tiers/shared/secret.py": {
         "os.open": "a secret that the user names: its owner and mode are looked at"
     },
