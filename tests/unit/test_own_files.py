@@ -314,6 +314,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "os.open": "a salt that the user names: its kind and mode are looked at",
         "open": "the same, by its number",
     },
+    "scheduler/holds.py": {"self.pool.touch": "blocks of vLLM's pool: no file"},
     "tiers/shared/secret.py": {
         "os.open": "a secret that the user names: its owner and mode are looked at"
     },
