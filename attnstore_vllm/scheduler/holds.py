@@ -98,6 +98,8 @@ class Holds:
         self._numbers = itertools.count()
         self.away = OrderedDict[object, tuple[int, int]]()
         """Session and tokens, by vLLM's name of the last block that it left. SESSIONS_MAX."""
+        self._unknown: object = None
+        """The last block's name of the prompt that was looked for last, and belongs to none."""
         self.waiting: dict[str, _Arrived] = {}
         self._running: dict[str, int] = {}
         """Sessions of requests that have their blocks."""
@@ -144,16 +146,20 @@ class Holds:
     # ---- requests ----------------------------------------------------------------------
 
     def came(self, request: Request) -> None:
-        """A request waits. Cost: a look at each of its blocks."""
+        """A request waits. Cost: a look at each of its blocks, but for the children of one prompt,
+        of which one request may have thousands."""
         if self.holding is None or request.resumable or request.skip_reading_prefix_cache:
             return
         now, session, history = self.clock(), next(self._numbers), 0
-        if self.away:
-            for name in reversed(request.block_hashes):
+        names = request.block_hashes
+        if self.away and names and names[-1] != self._unknown:
+            for name in reversed(names):
                 if name in self.away:
                     session, history = self.away.pop(name)
                     self.holding.came(session, now)
                     break
+            else:
+                self._unknown = names[-1]
         self.waiting[request.request_id] = _Arrived(session, now, history)
 
     def found(self, request_id: str, tokens: int, load_s: float) -> None:
@@ -222,6 +228,7 @@ class Holds:
         if same is not None:
             self._forget(same[0])
         self.away[name] = session, tokens
+        self._unknown = None
         if len(self.away) > SESSIONS_MAX:
             self._forget(self.away.popitem(last=False)[1][0])
 

@@ -330,7 +330,8 @@ class Auditor:
     def _learn(self, pair: _Pair) -> None:
         """It agreed. What this process has computed twice tells how far rounding goes."""
         comparison = self._comparison(pair)
-        if comparison.sides is not None and not (pair.is_void or pair.stored.brought_by):
+        is_of_others = pair.stored.brought_by or pair.stored.origin
+        if comparison.sides is not None and not (pair.is_void or is_of_others):
             self._bounds.note(pair.group, comparison.largest)
 
     def _tell(self, pair: _Pair, found: Difference) -> None:

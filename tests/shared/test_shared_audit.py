@@ -192,8 +192,8 @@ def test_what_this_engine_has_put_says_nothing_of_what_others_put(
     tmp_path: Path,
     is_replaced: bool,
 ) -> None:
-    """It comes back as it was: so it agrees, whatever others have written. Once others have put
-    another record in its place, it is theirs."""
+    """It comes back as it was: so it agrees, and says nothing of what others have written. Once
+    others have put another record in its place, it is theirs."""
     one = open_shared(server)
     own, others = conversation(1, NUM_TOKENS), conversation(2, NUM_TOKENS)
     theirs = whole_chunks(others, None)[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds under vLLM's real schedulers, over a scripted model that checks all KV it attends to.
 
-Goal: whatever comes together (returns, aborts, preemptions, resets, drafts, steps in flight), no
+Goal: in any order (returns, aborts, preemptions, resets, drafts, steps in flight), no
 request lacks a block that a hold has, and all blocks come back.
 """
 
