@@ -57,10 +57,11 @@ class HoldingServer(Server):
 
     def _take(self, job: Job) -> bool:
         while not super()._take(job):
-            session = self._holding.let_go(self.now, job.request.session)
-            if session is None:
+            sessions = self._holding.let_go(self.now, wanted_by=job.request.session)
+            if not sessions:
                 return False
-            self._blocks.let_go(session)
+            for session in sessions:
+                self._blocks.let_go(session)
         return True
 
     def _start(self, job: Job, local: int, found: int, step: EngineStep) -> None:

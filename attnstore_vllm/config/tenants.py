@@ -9,13 +9,12 @@ name a file that has it, and everything else the name that the operator gave the
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from attnstore_vllm.config.secret_files import read_secret_file
 from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_share, parse_size
 from attnstore_vllm.errors import ConfigError
 
@@ -51,18 +50,7 @@ class Quota:
             return None
         what = f"quotas.{self.name}.salt_file is {str(self.salt_file)!r}, which"
         try:
-            opened = os.open(self.salt_file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(opened, "rb") as file:
-                found = os.fstat(opened)
-                if not stat.S_ISREG(found.st_mode):
-                    raise ConfigError(f"{what} is no regular file; name a file that has the salt")
-                if found.st_mode & 0o007:
-                    raise ConfigError(f"{what} others may read or change; run chmod 400 on it")
-                salt = file.read(SALT_BYTES_MAX + 1).decode().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"{what} cannot be read: {error.strerror}; name another file"
-            ) from error
+            salt = read_secret_file(self.salt_file, what, "salt", SALT_BYTES_MAX).decode()
         except UnicodeDecodeError:
             raise ConfigError(f"{what} is not UTF-8; write the salt as requests send it") from None
         if not 0 < len(salt.encode()) <= SALT_BYTES_MAX:

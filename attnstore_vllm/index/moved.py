@@ -73,6 +73,12 @@ class MovedKv:
         self._sinks = sinks
         self._seed = seed
         self._content: ContentIndex | None = None
+        self._searched = 0
+
+    def take_searched(self) -> int:
+        """Work.as_looked_up() of the searches since the last call."""
+        searched, self._searched = self._searched, 0
+        return searched
 
     def note(self, name: ChunkName, domain: Key, native_from: int, *, is_exact: bool) -> None:
         """The chunk is stored, and may be moved, of the domain's requests alone.
@@ -128,6 +134,7 @@ class MovedKv:
             extents = self._content.find_all(
                 sequence.root, tokens, begin, stop, min_extent=self._min_tokens
             )
+            self._searched += self._content.work().as_looked_up()
             wanted = [moved for extent in extents for moved in extent.pieces]
             gone = [moved.key for moved in wanted if self._index.get(moved.key) is None]
             if not gone:
@@ -160,6 +167,7 @@ class MovedKv:
             extents = self._content.find(
                 sequence.root, tokens, begin, stop, min_extent=self._min_tokens
             )
+            self._searched += self._content.work().as_looked_up()
             wanted = [moved for extent in extents for moved in extent.pieces]
             gone = [moved.key for moved in wanted if self._index.get(moved.key) is None]
             if not gone:

@@ -297,22 +297,22 @@ class Holding:
             self._leave(session)
         return over
 
-    def let_go(self, now: float, wanted_by: int | None = None) -> int | None:
-        """The session that is held no more, since a request has no room: the one that gains least
-        a second. Those that are back come last, and that of the request after them. None: none is
-        held. Cost: a look at each."""
-        if not self._held:
-            return None
+    def let_go(self, now: float, number: int = 1, wanted_by: int | None = None) -> list[int]:
+        """So many sessions that are held no more, since a request has no room: those that gain
+        least a second. Those that are back come last, and that of the request after them. Cost: a
+        look at each that is held."""
 
         def worth(one: int) -> tuple[bool, bool, float]:
             held = self._held[one]
             saves_s = self._gaps.rate(now - held.since) * held.saves_s / held.num_tokens
             return one == wanted_by, one in self._waiting, saves_s
 
-        self.let_go_at = now
-        session = min(self._held, key=worth)
-        self._leave(session)
-        return session
+        if self._held:
+            self.let_go_at = now
+        sessions = sorted(self._held, key=worth)[:number]
+        for session in sessions:
+            self._leave(session)
+        return sessions
 
     def _join(self, session: int, num_tokens: int) -> None:
         self._present[session] = num_tokens

@@ -7,8 +7,8 @@ prompt begins with the blocks that its last request has left.
 
 vLLM has no hook that comes before it preempts a request for want of room, or before it empties its
 prefix cache. So two of its methods are called through here: where an allocation finds no room,
-holds are let go one by one and it is asked again; and all are let go before a reset. A hold thus
-never costs a request its place.
+holds are let go, twice as many each time, and it is asked again; and all are let go before a reset.
+A hold thus never costs a request its place.
 """
 
 from __future__ import annotations
@@ -130,8 +130,10 @@ class Holds:
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> Any:
             found = allocate(request, *args, **kwargs)
-            while found is None and self.make_room(request.request_id):
+            number = 1
+            while found is None and self.make_room(request.request_id, number):
                 found = allocate(request, *args, **kwargs)
+                number *= 2
             if found is not None and request.request_id in self.waiting:
                 self._started(request)
             return found
@@ -261,16 +263,17 @@ class Holds:
             for session in self.holding.over(self.clock()):
                 self.release(session, HoldEvent.OVER)
 
-    def make_room(self, request_id: str) -> bool:
-        """Let go of one hold, since a request finds no room. Returns False where there is none."""
+    def make_room(self, request_id: str, number: int = 1) -> bool:
+        """Let go of so many holds, since a request finds no room. Returns False where there is
+        none."""
         if self.holding is None or not self.blocks:
             return False
         waiting = self.waiting.get(request_id)
-        session = self.holding.let_go(self.clock(), waiting.session if waiting else None)
-        if session is None:
-            return False
-        self.release(session, HoldEvent.GAVE_WAY)
-        return True
+        wanted_by = waiting.session if waiting else None
+        sessions = self.holding.let_go(self.clock(), number, wanted_by)
+        for session in sessions:
+            self.release(session, HoldEvent.GAVE_WAY)
+        return bool(sessions)
 
     def clear(self) -> None:
         """Let go of all: what HBM has is dropped."""

@@ -259,6 +259,7 @@ class Scheduler:
         pieces, state.visit = self.store.arrive(
             request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
         )
+        self._lookups.budget.spend(state.lookup.searched)
         state.counted.has_expired |= self.store.residency.num_expired != num_expired
         state.expect(pieces)
         state.waiting.coming = pieces

@@ -34,6 +34,7 @@ class Lookup(RemoteLookup):
 
     finds_documents: bool = field(default=False, kw_only=True)
     """With gaps between them."""
+    searched: int = field(default=0, init=False)  # Work.as_looked_up() of the last search
     matched: Matched = field(default_factory=Matched, init=False)
     """Whole chunks of the spine, for the next look."""
     spine_stop: int = field(default=0, init=False)
@@ -222,6 +223,7 @@ class AllTokens(Strategy):
             pieces = self._context.moved.anywhere(pieces, lookup.keys, start, stop)
         elif lookup.finds_moved:
             pieces = self._context.moved.go_on(pieces, lookup.keys, start, stop)
+        lookup.searched = self._context.moved.take_searched()
         if self._context.has_leases:
             pieces = self._residency.unexpired(pieces)
         if not all(io.health.reads.in_use and not io.tier.is_remote for io in self._tiers):

@@ -310,14 +310,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "tiers/residency.py": {"low.touch": NO_FILE},
     "tiers/shared/child.py": {"lane.open": NO_FILE},
-    "config/tenants.py": {
-        "os.open": "a salt that the user names: its kind and mode are looked at",
-        "open": "the same, by its number",
-    },
-    "scheduler/holds.py": {"self.pool.touch": "blocks of vLLM's pool: no file"},
-    "tiers/shared/secret.py": {
+    "config/secret_files.py": {
         "os.open": "a secret that the user names: its owner and mode are looked at"
     },
+    "scheduler/holds.py": {"self.pool.touch": "blocks of vLLM's pool: no file"},
     "config/shared.py": {"path.read_text": GIVEN},
     "attnstore_lab/sim/formats.py": {"path.read_bytes": GIVEN},
     "attnstore_lab/sim/hardware.py": {"path.read_text": GIVEN},

@@ -9,18 +9,16 @@ then finds damage, and no forger. KV is encrypted in neither case.
 from __future__ import annotations
 
 import hmac
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
 
+from attnstore_vllm.config.secret_files import read_secret_file
 from attnstore_vllm.config.shared import PREFIX
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.io.checksum import checksum, copy_checksums
-from attnstore_vllm.own_files import is_ours
 
 SECRET_BYTES_MIN, SECRET_BYTES_MAX = 32, 4096
 SEAL_BYTES = 32
@@ -92,48 +90,12 @@ class SharedKeys:
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret in a file: all its bytes but white space at its ends. Raises ConfigError.
-
-    Links are followed, since Kubernetes mounts a Secret by way of some: what is verified is the
-    file that was opened. Its group may read it where its directory has the setgid bit: so does
-    `fsGroup` give a Secret to a pod whose user is not root.
-    """
+    """The secret in a file: all its bytes but white space at its ends. Raises ConfigError."""
     what = f"shared.secret_file is {str(path)!r}, which"
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(
-            f"{what} cannot be read: {error.strerror}; give the server's user the right to, or "
-            "name another file"
-        ) from error
-    try:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{what} is no regular file; name a file that has the secret")
-        if found.st_uid != 0 and not is_ours(opened, found):
-            raise ConfigError(
-                f"{what} belongs to user {found.st_uid}, who can change it; it must belong to the "
-                f"server's user ({os.geteuid()}) or to root"
-            )
-        mode = stat.S_IMODE(found.st_mode)
-        if mode & (0o037 if _is_given_to_group(path) else 0o077):
-            raise ConfigError(
-                f"{what} has mode {mode:04o}: group or others may read or change it; run chmod 400 "
-                "on it (defaultMode: 0400 in Kubernetes), and make a new secret if others may have "
-                "read this one"
-            )
-        secret = os.read(opened, SECRET_BYTES_MAX + 1).strip()
-    except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}; name another file") from error
-    finally:
-        os.close(opened)
+    secret = read_secret_file(path, what, "secret", SECRET_BYTES_MAX)
     if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise ConfigError(
             f"{what} has a secret of {len(secret)} bytes; it must have {SECRET_BYTES_MIN} to "
             f"{SECRET_BYTES_MAX}, as `openssl rand -hex 32` writes them"
         )
     return secret
-
-
-def _is_given_to_group(path: Path) -> bool:
-    return bool(os.stat(path.resolve().parent).st_mode & stat.S_ISGID)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,14 @@ def test_a_salt_is_read_from_its_file_alone(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(ConfigError, match="write the salt"):
             quota.salt()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_salt_that_another_user_can_change_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "salt"
+    file.write_text(SALT)
+    file.chmod(0o400)
+    os.chown(file, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345") as refused:
+        Quota(name="a", salt_file=file, dram=0.5).salt()
+    assert SALT not in str(refused.value)

@@ -86,7 +86,17 @@ def test_who_is_longest_overdue_is_let_go_first_and_who_is_back_last() -> None:
         assert turn(holding, session, 1000.0 + 0.4 * number)
     holding.came(2, 1000.9)
     # 1 is nearer to its return than 3, and 2 is there.
-    assert [holding.let_go(1000.9, wanted_by=2) for _ in range(4)] == [3, 1, 2, None]
+    assert [holding.let_go(1000.9, wanted_by=2) for _ in range(2)] == [[3], [1]]
+    assert [holding.let_go(1000.9, 8, wanted_by=2) for _ in range(2)] == [[2], []]
+
+
+def test_many_are_let_go_in_the_order_of_what_they_gain() -> None:
+    holding = learned(gap_s=1.0)
+    for number, session in enumerate((1, 2, 3)):
+        assert turn(holding, session, 1000.0 + 0.4 * number)
+    assert holding.let_go(1000.9, 2) == [3, 2]
+    assert holding.let_go(1000.9, 2) == [1]
+    assert holding.held_tokens == 0
 
 
 def test_one_that_is_back_is_held_until_it_has_room_or_the_longest_hold_is_over() -> None:
@@ -100,7 +110,7 @@ def test_one_that_is_back_is_held_until_it_has_room_or_the_longest_hold_is_over(
 def crowded(holding: Holding) -> None:
     """Session 9 was let go for the room of others, has come back, and five are in play."""
     assert turn(holding, 9, 999.0)
-    assert holding.let_go(1000.0) == 9
+    assert holding.let_go(1000.0) == [9]
     for session in range(5):
         assert turn(holding, session, 1000.0)
     holding.came(9, 1000.5)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.config.settings import TruncationConfig
 from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index import prefix
 from attnstore_vllm.index.chunk import Chunk, InTier, State
@@ -160,6 +161,31 @@ def test_who_is_not_asked_for_is_looked_up_in_line(world: StepWorld) -> None:
         assert world.side.requests[late.request_id].visit is None
     assert steps < 50
     assert all(world.side.requests[r.request_id].visit is not None for r in waiting)
+
+
+def test_searches_for_moved_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search took is taken from the budget: prompts can be written whose search is long."""
+    cut, length = 8 * CHUNK, 40 * CHUNK
+    moves = TruncationConfig(enabled=True, shared_by="everyone", min_tokens=2 * CHUNK, sinks=0)
+    world = StepWorld(
+        monkeypatch, records=1024, slots=1024, truncates=True, step_budget=BUDGET,
+        step_tokens=STEP_TOKENS, store={"truncation": moves},
+    )  # fmt: skip
+    stored = tokens_of(1, length + cut)
+    world.serve(world.request("stored", stored))
+    moved = [world.request(str(n), [*stored[cut:], 9000 + n]) for n in range(MANY)]
+    new = [world.request(f"new {n}", tokens_of(50 + n, length + 1)) for n in range(MANY)]
+    looked_up = []
+    for some in (new, moved):
+        world.end_step()
+        world.counts.clear()
+        world.come(*some)
+        looked_up.append(world.counts["look-ups"])
+        world.finish(*some)
+    assert world.side.requests == {}
+    assert looked_up[0] == _per_step(length + 1), "nothing like these is stored"
+    assert 1 <= looked_up[1] < looked_up[0]
+    world.close()
 
 
 def test_prefetches_that_come_at_once(world: StepWorld) -> None:
