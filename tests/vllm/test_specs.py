@@ -114,7 +114,7 @@ def test_what_each_group_needs(config: Any) -> None:
         ),
         "deepseek v4.1": (True, 256, False, {("full", 0, 256)}),
         "glm 5.3": (True, 256, False, {("full", 0, 256)}),
-        "kimi k3": (False, 0, False, {("full", 0, 3072), ("state", 0, 3072)}),
+        "kimi k3": (False, 0, False, {("full", 0, 1920), ("state", 0, 1920)}),
         "r-swa": (False, 0, True, {("full", 0, 16)}),
         "sinks": (False, 0, False, {("full", 0, 16)}),
     }  # fmt: skip
