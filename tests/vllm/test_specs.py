@@ -50,7 +50,7 @@ from vllm.v1.kv_cache_spec_registry import (
 )
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector import facts, support
+from attnstore_vllm.connector import facts, specs, support
 from attnstore_vllm.connector.groups import groups_of
 from attnstore_vllm.connector.specs import check_group, fill_scales, is_scratch, reach_of, told
 from attnstore_vllm.connector.support import reason_of_layers, reason_to_idle
@@ -234,6 +234,25 @@ def test_hisparse_is_idle_by_its_configuration(config: Any) -> None:
         assert "hisparse_host_num_blocks is set" in str(reason_to_idle(config, side))
 
 
+@pytest.mark.parametrize(("where", "name", "check"), [
+    (specs, "host_resident", test_hisparse_is_idle_by_its_properties),
+    (specs, "role", test_hisparse_is_idle_by_its_properties),
+    (specs, "has_layer_views", test_hisparse_is_idle_by_its_properties),
+    (support, "hisparse_host_num_blocks", test_hisparse_is_idle_by_its_configuration),
+])  # fmt: skip
+def test_a_property_of_hisparse_that_is_not_looked_at_is_noticed(
+    config: Any, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, check: Callable[..., None]
+) -> None:
+    """Planted faults: the two tests above see them."""
+
+    def blind(owner: Any, asked: str, *default: Any) -> Any:
+        return default[0] if asked == name else getattr(owner, asked, *default)
+
+    monkeypatch.setattr(where, "getattr", blind, raising=False)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(config)
+
+
 @pytest.mark.parametrize(
     ("version", "cuts"),
     [("0.30.0", False), ("0.33.1", False), ("0.34.0", True), ("dev", True), ("1.0", True)],
@@ -245,6 +264,19 @@ def test_of_an_unknown_version_hits_may_be_cut(
     _, scheduler = configurations(config, SERVED_BEFORE["llama"][0](), "LBNHC")
     monkeypatch.setattr("vllm.__version__", version)
     assert facts.may_cut_hits(scheduler) is cuts
+
+
+@pytest.mark.parametrize(
+    ("known", "version", "cuts"),
+    [(tuple(f"0.{n}" for n in range(99)), "0.34.0", True), ((), "0.33.1", False)],
+)
+def test_versions_that_are_not_told_apart_are_noticed(
+    config: Any, monkeypatch: pytest.MonkeyPatch, known: Any, version: str, *, cuts: bool
+) -> None:
+    """Planted faults: all versions are taken for known ones, or none. The test above sees both."""
+    monkeypatch.setattr(facts, "READ_VLLM", known)
+    with pytest.raises(AssertionError):
+        test_of_an_unknown_version_hits_may_be_cut(config, monkeypatch, version, cuts=cuts)
 
 
 def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any) -> None:
