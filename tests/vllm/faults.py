@@ -200,6 +200,24 @@ def reset_without_effect(engine: Any) -> Undo:
     return _replace(engine.scheduler.connector, "reset_cache", lambda: True)
 
 
+def failed_parts_taken(engine: Any) -> Undo:
+    """What another node's disk failed to read or to write is taken for done."""
+    from attnstore_vllm.tiers.nvme.node_disk import NodeResult
+
+    return _replace(NodeResult, "error", lambda _: None)
+
+
+def disk_given_up(engine: Any) -> Undo:
+    """A disk of several nodes that is out of use stays so, though looks find it well. A wait for it
+    ends sooner than usual."""
+    from tests.vllm import engine as waits
+
+    tier = engine.store.thread.tiers[0]
+    looks = _replace(tier, "_note_looks", lambda: None)
+    deadline = _replace(waits, "DEADLINE_S", 20.0)
+    return lambda: (looks(), deadline(), tier._note_looks())
+
+
 # ---- in the workers: what is copied ---------------------------------------------------------
 
 
@@ -335,7 +353,7 @@ ON_THE_SCHEDULER_SIDE = (
     swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
     lineage_left_out, blocks_not_hidden, documents_lineage_left_out, moved_blocks_not_hidden,
     nobody_bypasses, offers_kept, last_token_offered,
-    reset_without_effect,
+    reset_without_effect, failed_parts_taken, disk_given_up,
     *WITHOUT_GROUPS.values(),
 )  # fmt: skip
 IN_THE_WORKERS = (skipped_layer, unsaved_layer, late_load, last_block_by_layer, rank_0_only)
