@@ -50,7 +50,8 @@ from vllm.v1.kv_cache_spec_registry import (
 )
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector import facts, specs, support
+from attnstore_vllm.connector import context_parallel, facts, specs, support
+from attnstore_vllm.connector.context_parallel import over_ranks
 from attnstore_vllm.connector.groups import groups_of
 from attnstore_vllm.connector.specs import check_group, fill_scales, is_scratch, reach_of, told
 from attnstore_vllm.connector.support import reason_of_layers, reason_to_idle
@@ -277,6 +278,42 @@ def test_versions_that_are_not_told_apart_are_noticed(
     monkeypatch.setattr(facts, "READ_VLLM", known)
     with pytest.raises(AssertionError):
         test_of_an_unknown_version_hits_may_be_cut(config, monkeypatch, version, cuts=cuts)
+
+
+OVER_RANKS = {
+    "deepseek v4": "hits end where its blocks do",
+    "deepseek v4.1": "hits end where its blocks do",
+    "glm 5.3": "hits end where its blocks do",
+    "compressed latents": "hits end where its blocks do",
+    "sliding mla": r"SlidingWindowMLASpec lie on 2 ranks \(dcp_sharded\)",
+    "gemma 3": r"SlidingWindowSpec lie on 2 ranks \(dcp_sharded\)",
+    "gpt-oss": r"SlidingWindowSpec lie on 2 ranks \(dcp_sharded\)",
+}
+
+
+@pytest.mark.parametrize("model", [*MODELS, *SERVED_BEFORE])
+def test_what_is_idle_under_decode_context_parallelism(config: Any, model: str) -> None:
+    """docs/compatibility.md, "Parallelism". All others are served."""
+    make, layout = (MODELS | SERVED_BEFORE)[model]
+    parallel: Any = SimpleNamespace(decode_context_parallel_size=2, tensor_parallel_size=2)
+    ranks: Any = SimpleNamespace(parallel_config=parallel)
+    for side in configurations(config, make(), layout):
+        groups = groups_of(side)
+        if model not in OVER_RANKS:
+            assert len(over_ranks(groups, side, ranks)) == len(groups)
+            continue
+        with pytest.raises(UnsupportedError, match=OVER_RANKS[model]):
+            over_ranks(groups, side, ranks)
+
+
+@pytest.mark.parametrize("model", [name for name in OVER_RANKS if "Window" not in OVER_RANKS[name]])
+def test_latents_that_would_be_served_over_ranks_are_noticed(
+    config: Any, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """A planted fault: it is not asked where hits end."""
+    monkeypatch.setattr(context_parallel, "hit_tokens_of", lambda _: 0)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test_what_is_idle_under_decode_context_parallelism(config, model)
 
 
 def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any) -> None:
