@@ -124,6 +124,9 @@ BYTES_ROWS: Final[Mapping[tuple[str, ...], tuple[str, str, str]]] = {
 BY_BYTES_END: Final = """
 HiSparse, cross attention and states in other modes than align are idle, and the log names the
 property. Where a model has several groups each rank stores its own latents.
+
+Where hits end at vLLM's own multiples, and beside windows, a model is idle under decode context
+parallelism ([by which property](compatibility.md#parallelism)).
 """
 
 

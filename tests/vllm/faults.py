@@ -3,6 +3,8 @@
 
 Each is one mistake that a connector could make. It stands at vLLM's own hooks, in the engine's
 process or in each worker, while one call lasts.
+
+It is long since each fault is one function of its own.
 """
 
 from __future__ import annotations
@@ -200,6 +202,26 @@ def reset_without_effect(engine: Any) -> Undo:
     return _replace(engine.scheduler.connector, "reset_cache", lambda: True)
 
 
+def failed_parts_taken(engine: Any) -> Undo:
+    """What another node's disk failed to read or to write is taken for done."""
+    from attnstore_vllm.tiers.nvme.node_disk import NodeResult
+
+    return _replace(NodeResult, "error", lambda _: None)
+
+
+def disk_given_up(engine: Any) -> Undo:
+    """A disk that is out of use stays so, whatever it shows. A wait for it ends sooner."""
+    from attnstore_vllm.errors import DeviceError
+    from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
+    from tests.vllm import engine as waits
+
+    note = vars(NvmeIo)["_probed"]
+    failure = DeviceError("it is given up")
+    looks = _replace(NvmeIo, "_probed", lambda disk, op, _: note(disk, op, failure))
+    deadline = _replace(waits, "DEADLINE_S", 20.0)
+    return lambda: (looks(), deadline())
+
+
 # ---- in the workers: what is copied ---------------------------------------------------------
 
 
@@ -331,14 +353,28 @@ def rank_0_only(worker: Any) -> Undo:
     return _replace(hbm.connector, "start_load_kv", faulty)
 
 
+def last_rank_does_not_look(worker: Any) -> Undo:
+    """The last rank says that its weights are what they were."""
+    from attnstore_vllm.types import Seen
+
+    if worker.rank < worker.parallel_config.world_size - 1:
+        return lambda: None
+    ours = _Hbm(worker).connector.worker
+    _, name = ours.look_at_weights()
+    return _replace(ours, "look_at_weights", lambda: (Seen.SAME, name))
+
+
 ON_THE_SCHEDULER_SIDE = (
     swapped_blocks, wrong_slot, one_token_more, tail_too_long, salt_left_out, adapter_left_out,
     lineage_left_out, blocks_not_hidden, documents_lineage_left_out, moved_blocks_not_hidden,
     nobody_bypasses, offers_kept, last_token_offered,
-    reset_without_effect,
+    reset_without_effect, failed_parts_taken, disk_given_up,
     *WITHOUT_GROUPS.values(),
 )  # fmt: skip
-IN_THE_WORKERS = (skipped_layer, unsaved_layer, late_load, last_block_by_layer, rank_0_only)
+IN_THE_WORKERS = (
+    skipped_layer, unsaved_layer, late_load, last_block_by_layer, rank_0_only,
+    last_rank_does_not_look,
+)  # fmt: skip
 FAULTS = {f.__name__.replace("_", " "): f for f in (*ON_THE_SCHEDULER_SIDE, *IN_THE_WORKERS)}
 FAULTS |= WITHOUT_GROUPS
 

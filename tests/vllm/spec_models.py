@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache specs of models that no CPU runs: a few layers of each, with the real models' sizes.
 
-vLLM's own layers say their specs, and its own functions make groups, tensors and views of them.
+vLLM's own layers say their specs (those of hybrids in spec_layers.py), and its own functions make
+groups, tensors and views of them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from attnstore_vllm.connector.build import geometry_of
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.transfer.geometry import Geometry
 from tests.vllm.planning import get_kv_cache_configs
+from tests.vllm.spec_layers import kimi_k3, minimax_m3, nemotron_h
 
 PACKED = "BLHNC"
 """Blocks outermost: what vLLM takes where pages have several sizes."""
@@ -157,50 +159,12 @@ def glm_53() -> Specs:
     return made
 
 
-def minimax_m3() -> Specs:
-    from vllm.models.minimax_m3.common.indexer import MiniMaxM3IndexerCache
-
-    full = FullAttentionSpec(block_size=128, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)
-    made: Specs = {}
-    for i in range(4):
-        made[f"model.layers.{i}.attn"] = full
-        if i:
-            made[f"model.layers.{i}.indexer"] = _of(
-                MiniMaxM3IndexerCache, 128, "auto", head_dim=128, dtype=torch.bfloat16
-            )
-    return made
-
-
 def _hybrid(full: Any, state: MambaSpec) -> Specs:
     """Three recurrent layers to one of attention, pages padded as vLLM's platform does."""
     page = max(full.page_size_bytes, state.page_size_bytes)
     object.__setattr__(state, "page_size_padded", page)
     object.__setattr__(full, "page_size_padded", page)
     return {f"model.layers.{i}": state if (i + 1) % 4 else full for i in range(8)}
-
-
-def kimi_k3() -> Specs:
-    """Kimi delta attention: states of float32 beside latents."""
-    full = MLAAttentionSpec(
-        block_size=3072, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1
-    )
-    shapes = ((3, 3 * 4096), (32, 128, 128))
-    state = MambaSpec(
-        block_size=3072, shapes=shapes, dtypes=(torch.bfloat16, torch.float32),
-        mamba_cache_mode="align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=16,
-    )  # fmt: skip
-    return _hybrid(full, state)
-
-
-def nemotron_h() -> Specs:
-    """Mamba 2 beside attention."""
-    full = FullAttentionSpec(block_size=2096, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-    state = MambaSpec(
-        block_size=2096, shapes=((3, 10240), (128, 64, 128)),
-        dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align",
-        num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1,
-    )  # fmt: skip
-    return _hybrid(full, state)
 
 
 LLAMA: dict[str, Any] = {"block_size": 16, "num_kv_heads": 8, "head_size": 128}

@@ -11,36 +11,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention.attention import Attention
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.models import ModelRegistry
-from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.model_executor.models.falcon_h1 import FalconH1ForCausalLM
 from vllm.model_executor.models.granitemoehybrid import GraniteMoeHybridForCausalLM
 from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
-from vllm.platforms.cpu import CpuPlatform
-from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_kv_cache_full_dim
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
     get_kv_quant_mode,
 )
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.connector.specs import is_scratch
-from attnstore_vllm.model_shape import BLOCK_TOKENS, KV_TYPES, KvShape, shape_of
+from attnstore_vllm.model_shape import KV_TYPES, KvShape, shape_of
 from attnstore_vllm.transfer.geometry import Group
 from tests.unit.test_model_shape import (
     DEEPSEEK_V3,
@@ -58,114 +47,11 @@ from tests.unit.test_model_shape import (
     NEMOTRON_H_56B,
     QWEN3_NEXT,
 )
+from tests.vllm.spec_layers import Vllm
 from tests.vllm.spec_models import PACKED, configurations, deepseek_v4, deepseek_v41, geometry
+from tests.vllm.stand_ins import stand_in_for_torchvision
 
 Specs = dict[str, KVCacheSpec]
-
-
-class Kernels(AttentionBackend):
-    """Attention kernels that take blocks of any multiple of 16 tokens, as most do."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "ANY"
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]
-
-    get_impl_cls = get_builder_cls = staticmethod(lambda: None)
-
-
-class Vllm:
-    """vLLM's configuration for a model, as far as these functions read it."""
-
-    def __init__(self, config: dict[str, Any], kv_type: str, states: str = "auto") -> None:
-        self.hf = SimpleNamespace(**config)
-        dtype = STR_DTYPE_TO_TORCH_DTYPE[config.get("torch_dtype", "bfloat16")]
-        heads = config.get("num_key_value_heads", config["num_attention_heads"])
-        self.uses_mla = "kv_lora_rank" in config
-        self.head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        self.heads = 1 if self.uses_mla else heads
-        if self.uses_mla:
-            self.head = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-        self.kv_type = kv_type
-        self.config: Any = SimpleNamespace(
-            cache_config=SimpleNamespace(
-                block_size=BLOCK_TOKENS, cache_dtype=kv_type, skip_page_size_padded=None,
-                kv_cache_dtype_skip_layers=[], mamba_block_size=None, mamba_page_size_padded=None,
-                mamba_cache_dtype="auto", mamba_ssm_cache_dtype=states, mamba_cache_mode="align",
-                use_replayssm=False, use_kda_recoverssm=False,
-                get_resolved_kv_cache_layout=lambda: SimpleNamespace(is_block_outermost=False),
-            ),
-            model_config=SimpleNamespace(
-                hf_config=self.hf, hf_text_config=self.hf, dtype=dtype, architecture="any",
-                use_mla=self.uses_mla, get_num_kv_heads=lambda _: self.heads,
-                get_head_size=lambda: self.head,
-            ),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=1, decode_context_parallel_size=1
-            ),
-            scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-            speculative_config=None, num_speculative_tokens=0,
-        )  # fmt: skip
-
-    @property
-    def kv_dtype(self) -> torch.dtype:
-        if self.kv_type == "auto":
-            return self.config.model_config.dtype
-        return STR_DTYPE_TO_TORCH_DTYPE[self.kv_type]
-
-    def attention(self, window: int | None = None) -> KVCacheSpec:
-        """What a layer of attention keeps."""
-        layer: Any = SimpleNamespace(
-            kv_cache_dtype=self.kv_type, sliding_window=window, head_size=self.head,
-            indexer=None, non_causal_multi_token_decode=False, attn_type=AttentionType.DECODER,
-            attn_backend=Kernels, num_kv_heads=self.heads, head_size_v=self.head,
-            kv_cache_torch_dtype=self.kv_dtype,
-        )  # fmt: skip
-        kind = MLAAttention if self.uses_mla else Attention
-        spec = kind.get_kv_cache_spec(layer, self.config)
-        assert spec is not None
-        return spec
-
-    def indexer(self) -> KVCacheSpec:
-        head = self.hf.index_head_dim
-        layer: Any = SimpleNamespace(
-            cache_config=self.config.cache_config, head_dim=head + head // 128 * 4,
-            dtype=torch.uint8,
-        )  # fmt: skip
-        return DeepseekV32IndexerCache.get_kv_cache_spec(layer, self.config)
-
-    def states(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> MambaSpec:
-        """What a recurrent layer keeps; and blocks become as long as they have to be."""
-
-        class Platform(CpuPlatform):
-            @classmethod
-            def _find_non_ssm_backends(cls, _: Any) -> Any:
-                return [Kernels]
-
-        monkeypatch.setattr(ModelRegistry, "resolve_model_cls", lambda *_, **__: (model, ""))
-        Platform._align_hybrid_block_size(self.config, Kernels)
-        cache = self.config.cache_config
-        return MambaSpec(
-            shapes=model.get_mamba_state_shape_from_config(self.config),
-            dtypes=model.get_mamba_state_dtype_from_config(self.config),
-            block_size=cache.mamba_block_size,
-            page_size_padded=cache.mamba_page_size_padded,
-            mamba_cache_mode="align",
-        )
-
-    def groups(self, specs: Specs) -> list[tuple[int, list[int]]]:
-        """Of each group its block's tokens, and the bytes of its layers' pages."""
-        found = []
-        for group in get_kv_cache_groups(self.config, specs):
-            spec: Any = group.kv_cache_spec
-            layers = [spec] * len(group.layer_names)
-            if isinstance(spec, UniformTypeKVCacheSpecs):
-                layers = [spec.kv_cache_specs[name] for name in group.layer_names]
-            found.append((spec.block_size, sorted(layer.page_size_bytes for layer in layers)))
-        return sorted(found)
 
 
 def groups_told(shape: KvShape) -> list[tuple[int, list[int]]]:
@@ -219,48 +105,28 @@ def test_windows(config: dict[str, Any], full: Any, kv_type: str) -> None:
     assert groups_told(shape) == vllm.groups(named(kinds))
 
 
-class KimiLinear:
-    """Its class cannot be imported without CUDA: the same calls of the same functions."""
+def kimi_linear() -> Any:
+    from vllm.models.kimi_k3 import KimiLinearForCausalLM
 
-    @staticmethod
-    def get_mamba_state_shape_from_config(config: Any) -> Any:
-        from vllm.model_executor.layers.mamba.mamba_utils import (
-            MambaStateShapeCalculator,
-        )
-
-        linear = config.model_config.hf_config.linear_attn_config
-        return MambaStateShapeCalculator.kda_state_shape(
-            1, linear["num_heads"], linear["head_dim"],
-            conv_kernel_size=linear["short_conv_kernel_size"],
-        )  # fmt: skip
-
-    @staticmethod
-    def get_mamba_state_dtype_from_config(config: Any) -> Any:
-        from vllm.model_executor.layers.mamba.mamba_utils import (
-            MambaStateDtypeCalculator,
-        )
-
-        cache = config.cache_config
-        return MambaStateDtypeCalculator.kda_state_dtype(
-            config.model_config.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-        )
+    return KimiLinearForCausalLM
 
 
 HYBRIDS: dict[str, tuple[dict[str, Any], Any, int, int, str]] = {
-    "Nemotron-H": (NEMOTRON_H_56B, NemotronHForCausalLM, 10, 54, "float32"),
-    "Granite 4": (GRANITE4_SMALL, GraniteMoeHybridForCausalLM, 4, 36, "auto"),
-    "Falcon-H1": (FALCON_H1_34B, FalconH1ForCausalLM, 72, 72, "auto"),
-    "Qwen3-Next": (QWEN3_NEXT, Qwen3NextForCausalLM, 12, 36, "auto"),
-    "Kimi-Linear": (KIMI_LINEAR, KimiLinear, 7, 20, "auto"),
+    "Nemotron-H": (NEMOTRON_H_56B, lambda: NemotronHForCausalLM, 10, 54, "float32"),
+    "Granite 4": (GRANITE4_SMALL, lambda: GraniteMoeHybridForCausalLM, 4, 36, "auto"),
+    "Falcon-H1": (FALCON_H1_34B, lambda: FalconH1ForCausalLM, 72, 72, "auto"),
+    "Qwen3-Next": (QWEN3_NEXT, lambda: Qwen3NextForCausalLM, 12, 36, "auto"),
+    "Kimi-Linear": (KIMI_LINEAR, kimi_linear, 7, 20, "auto"),
 }
 """With layers of attention, recurrent layers, and vLLM's type of the states."""
 
 
+@pytest.mark.usefixtures("engine")  # Kimi's class imports what is for pictures
 @pytest.mark.parametrize("model", HYBRIDS)
-def test_states(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states(model: str) -> None:
     config, its_class, num_attention, num_states, states = HYBRIDS[model]
     vllm = Vllm(config, "auto", states)
-    state = vllm.states(its_class, monkeypatch)
+    state = vllm.states(its_class())
     attention = vllm.attention()
     kinds = [*num_attention * [attention], *num_states * [state]]
     shape = shape_of(config, "c")
@@ -288,6 +154,7 @@ def test_types_of_kv(kv_type: str) -> None:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A configuration of vLLM's, of a small model."""
+    stand_in_for_torchvision(tmp_path_factory.mktemp("packages"))
     model = make_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
     return EngineArgs(
         model=str(model), dtype="bfloat16", max_model_len=128, max_num_batched_tokens=64

@@ -10,7 +10,7 @@ two to four minutes, for which it is long.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from attnstore_vllm.types import Event
 from tests.vllm.engine import Engine
 from tests.vllm.faulty_disk import FAULTS_FILE
-from tests.vllm.host import EngineHost
+from tests.vllm.host import EngineHost, HostError
 from tests.vllm.prompts import random_tokens
 from tests.vllm.test_nodes import (
     TwoNodes,
@@ -106,6 +106,7 @@ def test_a_stage_whose_disk_cannot_be_read(
     engine: EngineHost,
     expected: Answers,  # noqa: F811
 ) -> None:
+    engine.call(forget_all)
     answers, loaded = engine.call(ask_twice, "dram")
     assert (answers, loaded) == (expected, {"dram": STORED, "nvme": 0})
     nodes.fail(effect="EIO", ops=["read"])
@@ -139,6 +140,42 @@ def test_a_stage_whose_disk_is_full(
     assert loaded == {"dram": 0, "nvme": 0}
     nodes.be_well()
     check_found_again(engine, expected[:N], expected[N:])
+
+
+class WithFault:
+    """An EngineHost in whose calls a fault is planted (faults.py)."""
+
+    def __init__(self, host: EngineHost, fault: str) -> None:
+        self._host, self._fault = host, fault
+
+    def call(self, *what: Any) -> Any:
+        return self._host.call_with_fault(self._fault, *what)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("fault", "check"), [
+    ("failed parts taken", test_a_stage_whose_disk_cannot_be_read),
+    ("failed parts taken", test_a_stage_whose_disk_is_full),
+    ("disk given up", test_a_stage_whose_disk_cannot_be_read),
+    ("disk given up", test_a_stage_whose_disk_is_full),
+])  # fmt: skip
+def test_a_planted_fault_is_seen(
+    nodes: SickNodes,
+    engine: EngineHost,
+    expected: Answers,  # noqa: F811
+    fault: str,
+    check: Callable[..., None],
+) -> None:
+    """By the checks above. Then the disk is well, and the store begins anew."""
+    with pytest.raises((AssertionError, HostError)) as seen:
+        check(nodes, WithFault(engine, fault), expected)
+    if fault == "disk given up":
+        assert "not ready within 20" in str(seen.value)
+    else:
+        assert seen.type is AssertionError
+    nodes.be_well()
+    engine.call(until_used)
+    engine.call(forget_all)
 
 
 @pytest.mark.long

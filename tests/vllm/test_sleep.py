@@ -38,6 +38,22 @@ def sleep(engine: Engine, level: int, update: float | None = None) -> None:
     engine.llm.wake_up()
 
 
+def wake_in_parts(engine: Engine, level: int, update: float | None = None) -> None:
+    """As RL frameworks do: memory of the weights, the weights of one rank, and memory of KV."""
+    engine.llm.sleep(level)
+    engine.llm.collective_rpc(poison)
+    assert not engine.llm.wake_up(tags=["weights"]), "KV is asleep"
+    if update is not None:
+        engine.llm.collective_rpc(scale_last, args=(update,))
+    assert engine.llm.wake_up(tags=["kv_cache"])
+
+
+def scale_last(worker: Any, factor: float) -> None:
+    """The last rank's part alone."""
+    if worker.rank == worker.parallel_config.world_size - 1:
+        scale(worker, factor)
+
+
 def at_once(engine: Engine) -> tuple[int, Answer, Answer]:
     """Asleep right behind an answer, whose end is not copied yet. (tokens loaded, answers)"""
     prompt = random_tokens("at once", 2 * CHUNK + 100)
@@ -78,6 +94,39 @@ def first(engine: Engine) -> Story:
     engine.llm.reset_prefix_cache(reset_connector=True)
     seen["reset on demand"] = ask(engine)
     return seen
+
+
+def by_tags(engine: Engine) -> Story:
+    seen: dict[str, Any] = {"cold": ask(engine), "hbm": ask(engine)}
+    for level in (1, 2):
+        wake_in_parts(engine, level)
+        seen[f"level {level}"] = ask(engine)
+    wake_in_parts(engine, 1, 4.0)
+    seen["others"] = ask(engine)
+    seen["others, computed"] = ask(engine, "alone")
+    wake_in_parts(engine, 1)
+    seen["others again"] = ask(engine)
+    wake_in_parts(engine, 1, 0.25)
+    seen["back"] = ask(engine)
+    engine.check_quiet()
+    return seen
+
+
+def drop_all(engine: Engine) -> None:
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+
+
+def check_tags(seen: Story) -> None:
+    """What each weights have computed, they find, and others do not."""
+    for name in ("level 1", "level 2", "back"):
+        loaded, answer = seen[name]
+        assert (name, loaded) == (name, ALL)
+        assert answer == seen["hbm"][1], name
+    assert seen["others"][0] == 0, "KV of the weights of before"
+    assert seen["others"][1].content == seen["others, computed"][1].content
+    assert seen["others"][1].content != seen["cold"][1].content, "they are to change the answer"
+    assert seen["others again"][0] == ALL
+    assert seen["others again"][1].tokens == seen["others"][1].tokens
 
 
 def second(engine: Engine) -> Story:
@@ -143,3 +192,16 @@ def test_kv_of_the_files_outlives_weights_that_came_before_the_first_request(sto
     loaded, answer = story["files again"]
     assert loaded == ALL
     assert answer.tokens == story["cold"][1].tokens
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_sleeper_that_is_woken_part_by_part(start_engine: StartEngine, ranks: int) -> None:
+    """Then faults are planted, and seen."""
+    engine = start_engine(tensor_parallel=ranks)
+    check_tags(engine.call(by_tags))
+    faults = {"rank 0 only": "level 1"} if ranks > 1 else {}
+    for fault, match in {**faults, "last rank does not look": "weights of before"}.items():
+        engine.call(drop_all)
+        seen = engine.call_with_fault(fault, by_tags)
+        with pytest.raises(AssertionError, match=match):
+            check_tags(seen)

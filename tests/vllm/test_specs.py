@@ -50,7 +50,8 @@ from vllm.v1.kv_cache_spec_registry import (
 )
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector import facts, support
+from attnstore_vllm.connector import context_parallel, facts, specs, support
+from attnstore_vllm.connector.context_parallel import over_ranks
 from attnstore_vllm.connector.groups import groups_of
 from attnstore_vllm.connector.specs import check_group, fill_scales, is_scratch, reach_of, told
 from attnstore_vllm.connector.support import reason_of_layers, reason_to_idle
@@ -114,7 +115,7 @@ def test_what_each_group_needs(config: Any) -> None:
         ),
         "deepseek v4.1": (True, 256, False, {("full", 0, 256)}),
         "glm 5.3": (True, 256, False, {("full", 0, 256)}),
-        "kimi k3": (False, 0, False, {("full", 0, 3072), ("state", 0, 3072)}),
+        "kimi k3": (False, 0, False, {("full", 0, 1920), ("state", 0, 1920)}),
         "r-swa": (False, 0, True, {("full", 0, 16)}),
         "sinks": (False, 0, False, {("full", 0, 16)}),
     }  # fmt: skip
@@ -234,6 +235,25 @@ def test_hisparse_is_idle_by_its_configuration(config: Any) -> None:
         assert "hisparse_host_num_blocks is set" in str(reason_to_idle(config, side))
 
 
+@pytest.mark.parametrize(("where", "name", "check"), [
+    (specs, "host_resident", test_hisparse_is_idle_by_its_properties),
+    (specs, "role", test_hisparse_is_idle_by_its_properties),
+    (specs, "has_layer_views", test_hisparse_is_idle_by_its_properties),
+    (support, "hisparse_host_num_blocks", test_hisparse_is_idle_by_its_configuration),
+])  # fmt: skip
+def test_a_property_of_hisparse_that_is_not_looked_at_is_noticed(
+    config: Any, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, check: Callable[..., None]
+) -> None:
+    """Planted faults: the two tests above see them."""
+
+    def blind(owner: Any, asked: str, *default: Any) -> Any:
+        return default[0] if asked == name else getattr(owner, asked, *default)
+
+    monkeypatch.setattr(where, "getattr", blind, raising=False)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(config)
+
+
 @pytest.mark.parametrize(
     ("version", "cuts"),
     [("0.30.0", False), ("0.33.1", False), ("0.34.0", True), ("dev", True), ("1.0", True)],
@@ -245,6 +265,55 @@ def test_of_an_unknown_version_hits_may_be_cut(
     _, scheduler = configurations(config, SERVED_BEFORE["llama"][0](), "LBNHC")
     monkeypatch.setattr("vllm.__version__", version)
     assert facts.may_cut_hits(scheduler) is cuts
+
+
+@pytest.mark.parametrize(
+    ("known", "version", "cuts"),
+    [(tuple(f"0.{n}" for n in range(99)), "0.34.0", True), ((), "0.33.1", False)],
+)
+def test_versions_that_are_not_told_apart_are_noticed(
+    config: Any, monkeypatch: pytest.MonkeyPatch, known: Any, version: str, *, cuts: bool
+) -> None:
+    """Planted faults: all versions are taken for known ones, or none. The test above sees both."""
+    monkeypatch.setattr(facts, "READ_VLLM", known)
+    with pytest.raises(AssertionError):
+        test_of_an_unknown_version_hits_may_be_cut(config, monkeypatch, version, cuts=cuts)
+
+
+OVER_RANKS = {
+    "deepseek v4": "hits end where its blocks do",
+    "deepseek v4.1": "hits end where its blocks do",
+    "glm 5.3": "hits end where its blocks do",
+    "compressed latents": "hits end where its blocks do",
+    "sliding mla": r"SlidingWindowMLASpec lie on 2 ranks \(dcp_sharded\)",
+    "gemma 3": r"SlidingWindowSpec lie on 2 ranks \(dcp_sharded\)",
+    "gpt-oss": r"SlidingWindowSpec lie on 2 ranks \(dcp_sharded\)",
+}
+
+
+@pytest.mark.parametrize("model", [*MODELS, *SERVED_BEFORE])
+def test_what_is_idle_under_decode_context_parallelism(config: Any, model: str) -> None:
+    """docs/compatibility.md, "Parallelism". All others are served."""
+    make, layout = (MODELS | SERVED_BEFORE)[model]
+    parallel: Any = SimpleNamespace(decode_context_parallel_size=2, tensor_parallel_size=2)
+    ranks: Any = SimpleNamespace(parallel_config=parallel)
+    for side in configurations(config, make(), layout):
+        groups = groups_of(side)
+        if model not in OVER_RANKS:
+            assert len(over_ranks(groups, side, ranks)) == len(groups)
+            continue
+        with pytest.raises(UnsupportedError, match=OVER_RANKS[model]):
+            over_ranks(groups, side, ranks)
+
+
+@pytest.mark.parametrize("model", [name for name in OVER_RANKS if "Window" not in OVER_RANKS[name]])
+def test_latents_that_would_be_served_over_ranks_are_noticed(
+    config: Any, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """A planted fault: it is not asked where hits end."""
+    monkeypatch.setattr(context_parallel, "hit_tokens_of", lambda _: 0)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test_what_is_idle_under_decode_context_parallelism(config, model)
 
 
 def test_the_reason_is_told_where_a_group_has_pages_of_several_sizes(config: Any) -> None:
