@@ -65,7 +65,9 @@ ENVIRONMENT: Final = {
 IDLE: Final = re.compile(r"AttnStore is idle.*?, since (.+)")
 ERROR: Final = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 REFUSED: Final = re.compile(r"^ +(Value error, .+?)(?: \[type=.*)?$", re.MULTILINE)
-FRAME: Final = re.compile(r'^ +File ".*/site-packages/vllm/(.+?)", line \d+, in (\S+)\n +(.+)$', re.M)
+FRAME: Final = re.compile(
+    r'^ +File ".*/site-packages/vllm/(.+?)", line \d+, in (\S+)\n +(.+)$', re.M
+)
 WORDS: Final = 160
 
 Result = dict[str, Any]

@@ -65,6 +65,7 @@ FITTED: Final[Mapping[str, Fit]] = {
             "first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True, "qk_norm": True
         }
     ),
+    # The names of the fields are those of vLLM's own class, its type too.
     "InklingForCausalLM": Fit(
         special_tokens=(
             "<|message_user|>", "<|message_model|>", "<|message_system|>", "<|message_tool|>",
@@ -72,10 +73,12 @@ FITTED: Final[Mapping[str, Fit]] = {
             "<|content_thinking|>", "<|content_audio_input|>", "<|content_xml|>",
             "<|content_invoke_tool_json|>", "<|end_message|>", "<|audio_end|>",
         ),
+        options={"num_gpu_blocks_override": 4_096},
+        without=("layer_types", "mlp_layer_types"),
         fields={
-            "swa_num_attention_heads": 8, "swa_num_key_value_heads": 2, "swa_head_dim": 32,
-            "d_rel": 16, "rel_extent": 1024, "mlp_layer_types": 4 * ["sparse"],
-            "layer_types": [*3 * ["hybrid_sliding"], "hybrid"],
+            "model_type": "inkling_model", "swa_num_attention_heads": 8, "swa_head_dim": 32,
+            "swa_num_key_value_heads": 2, "local_layer_ids": [0, 1, 2], "use_sconv": True,
+            "use_gate_bias": True, "use_global_scale": True,
         },
     ),
     # Beside latents the CPU build turns caching off, too late for its own check of the states.
@@ -90,7 +93,7 @@ FITTED: Final[Mapping[str, Fit]] = {
             },
         },
     ),
-    # The CPU build has no experts by sigmoid without groups, and it knows no other; KV is the same.
+    # Its experts score by sigmoid without groups, which the CPU build has not. KV is the same.
     "LagunaForCausalLM": Fit(fields={"mlp_layer_types": 4 * ["dense"], "layer_types": _MIXED}),
     "Lfm2MoeForCausalLM": Fit(
         fields={
@@ -119,7 +122,7 @@ FITTED: Final[Mapping[str, Fit]] = {
             "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64,
             "linear_value_head_dim": 64, "indexer_n_heads": 2, "indexer_kv_heads": 1,
             "indexer_head_dim": 64, "indexer_budget": 512, "indexer_compress_ratio": 4,
-            "hc_lowrank": 32,
+            "hc_lowrank": 32, "output_gate_type": "sigmoid",
         },
     ),
     "Zamba2ForCausalLM": Fit(

@@ -59,10 +59,11 @@ def make_small(architecture: str, directory: Path) -> Path:
 
     fit = FITTED.get(architecture, Fit())
     kind = fit.kind or _types()[architecture]
-    there = set(AutoConfig.for_model(kind).to_dict())
+    there = AutoConfig.for_model(kind).to_dict().keys() - {"model_type"}
     values = {name: value for name, value in (SMALL | dict(fit.fields)).items() if name in there}
     config = json.loads(json.dumps(AutoConfig.for_model(kind, **values).to_dict(), default=str))
-    config.update(fit.fields, model_type=kind, architectures=[architecture], dtype="bfloat16")
+    config.update(model_type=kind, architectures=[architecture], dtype="bfloat16")
+    config.update(fit.fields)
     for name in fit.without:
         del config[name]
     directory.mkdir(parents=True, exist_ok=True)
