@@ -64,6 +64,11 @@ ENVIRONMENT: Final = {
 }
 IDLE: Final = re.compile(r"AttnStore is idle.*?, since (.+)")
 ERROR: Final = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+REFUSED: Final = re.compile(r"^ +(Value error, .+?)(?: \[type=.*)?$", re.MULTILINE)
+FRAME: Final = re.compile(
+    r'^ +File ".*/site-packages/vllm/(.+?)", line \d+, in (\S+)\n +(.+)$', re.M
+)
+WORDS: Final = 160
 
 Result = dict[str, Any]
 
@@ -162,9 +167,19 @@ def _forking() -> ForkServerContext:
 
 
 def _error(log: str) -> str:
-    """The last error's line: those before are what it was made of."""
+    """The last error in vLLM's words, and where in vLLM: those before are what it was made of."""
     found = [line for line in ERROR.findall(log) if "Engine core init" not in line]
-    return (found[-1] if found else "it ended without a word")[:160].strip()
+    if not found:
+        return "it ended without a word"
+    last, refused = found[-1].strip(), REFUSED.findall(log)
+    if last.startswith("ValidationError") and refused:  # its own line has only a number of errors
+        return refused[-1][:WORDS].strip()
+    frames = FRAME.findall(log)
+    if not frames:
+        return last[:WORDS].strip()
+    file, function, line = frames[-1]
+    words = f"{last}: {line}" if last == "AssertionError" else last
+    return f"{words[:WORDS].strip()} (vllm/{file}, {function})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

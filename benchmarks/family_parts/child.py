@@ -44,7 +44,7 @@ def start(name: str, models: Path, store: Path | None) -> Any:
     from vllm.config import KVTransferConfig  # noqa: PLC0415
 
     larger_dummies()
-    if name in FAMILIES and FAMILIES[name].needs_images:
+    if registry.needs_images(name):
         stand_in_for_torchvision(models / "stand_ins")
     if name in FAMILIES:
         found = FAMILIES[name].arguments(models)
@@ -52,7 +52,8 @@ def start(name: str, models: Path, store: Path | None) -> Any:
         found = registry.arguments(name, models)
     if store is not None:
         found["kv_transfer_config"] = KVTransferConfig(**transfer(store))
-    return LLM(**found, enforce_eager=True, num_gpu_blocks_override=BLOCKS, disable_log_stats=False)
+    found = {"num_gpu_blocks_override": BLOCKS, **found}
+    return LLM(**found, enforce_eager=True, disable_log_stats=False)
 
 
 class Asking:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from attnstore_lab.testing.family_models import FAMILIES, VOCAB
+from attnstore_lab.testing.tiny_tokenizer import write_tokenizer
+from benchmarks.family_parts.fitting import FITTED, Fit
 
 SMALL: Final[dict[str, Any]] = {
     "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
@@ -54,22 +57,45 @@ def make_small(architecture: str, directory: Path) -> Path:
     """A directory with the config.json of a small model of this architecture. No weights."""
     from transformers import AutoConfig  # noqa: PLC0415
 
-    kind = _types()[architecture]
-    there = set(AutoConfig.for_model(kind).to_dict())
-    values = {name: value for name, value in SMALL.items() if name in there}
+    fit = FITTED.get(architecture, Fit())
+    kind = fit.kind or _types()[architecture]
+    there = AutoConfig.for_model(kind).to_dict().keys() - {"model_type"}
+    values = {name: value for name, value in (SMALL | dict(fit.fields)).items() if name in there}
     config = json.loads(json.dumps(AutoConfig.for_model(kind, **values).to_dict(), default=str))
     config.update(model_type=kind, architectures=[architecture], dtype="bfloat16")
+    config.update(fit.fields)
+    for name in fit.without:
+        del config[name]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1))
+    if fit.special_tokens:
+        _write_tokenizer(directory, fit.special_tokens)
     return directory
+
+
+def _write_tokenizer(directory: Path, special: Sequence[str]) -> None:
+    """For prompts of token numbers it only has to be there, with these."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    write_tokenizer(directory, VOCAB - len(special), max_length=4096)
+    made = AutoTokenizer.from_pretrained(directory)
+    made.add_tokens(list(special), special_tokens=True)
+    made.save_pretrained(directory)
+
+
+def needs_images(name: str) -> bool:
+    """vLLM imports what its relative that sees images needs."""
+    return (FAMILIES[name] if name in FAMILIES else FITTED.get(name, Fit())).needs_images
 
 
 def arguments(architecture: str, models: Path) -> dict[str, Any]:
     """Arguments of vllm.LLM."""
+    fit = FITTED.get(architecture, Fit())
     return {
         "model": str(make_small(architecture, models / architecture)),
         "dtype": "bfloat16",
         "load_format": "dummy",
         "max_model_len": 4096,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not fit.special_tokens,
+        **fit.options,
     }
