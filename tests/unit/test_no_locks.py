@@ -209,7 +209,7 @@ def uring(directory, number):
 use = globals()[sys.argv[2]]
 told, silent = 0, []
 for state in ("new", "again"):
-    for number in range(0, 400):  # in the first no call fails
+    for number in (*([0] if state == "again" else []), *range(400)):  # at 0 no call fails
         directory = top / (f"new{number}" if state == "new" else "again")
         directory.mkdir(mode=0o700, exist_ok=True)
         lines.clear()
