@@ -22,6 +22,7 @@ from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.keys import SequenceKeys, encode_tokens, root_key
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.scheduler.offer import Offers
 from attnstore_vllm.types import Key
 from tests.vllm.grouped import PAGE_BYTES, GroupedEngine, GroupedWorker, Kind, layer_of, state_of
@@ -238,6 +239,36 @@ def test_the_second_that_parts_leaves_a_state_there(
         found.append(engine.worker.loaded_tokens - before)
     num_blocks = len(common) // STATE.block + 1  # and the state
     assert found == [0, 0, num_blocks * BLOCK]
+    check_stored(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("resumable", [False, True], ids=["request", "session"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_second_that_parts_keeps_the_section_there(
+    model: Path, tmp_path: Path, depth: int, *, resumable: bool
+) -> None:
+    """Others branch from there: of the first prompt the section is worth little, of the second it
+    is not, and it stays when the conversation ends."""
+    engine = make(Case("parting", WINDOW, depth), 0, model, tmp_path)
+    residency = engine.ours.store.residency
+    common = prompt("common", 3 * CHUNK + 20)
+    root = root_key(engine.ours.names.namespace, None, b"")
+    priorities = []
+    for number in range(3):
+        tokens = [*common, *prompt(f"own {number}", 4 * CHUNK + 9)]
+        engine.add(f"{number}", tokens, 4, resumable=resumable)
+        if resumable:
+            for _ in range(30):
+                engine.step()
+            engine.add(f"{number}", [1], 1)  # the end of it
+        engine.drain()
+        wait_until_quiet(engine.ours)
+        assert engine.scheduler.reset_prefix_cache()
+        keys = SequenceKeys(root, tokens, CHUNK).section(1, 0)
+        chunk = residency.index.get(keys.key(len(common) // CHUNK))
+        priorities.append(None if chunk is None else residency.run_of(chunk).priority)
+    assert priorities == [Priority.LOW_VALUE, Priority.NORMAL, Priority.NORMAL]
     check_stored(engine)
     engine.close()
 
