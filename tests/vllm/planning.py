@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 _PLANNING = "vllm.v1.core.kv_cache_planning"
 _MODULE = _PLANNING if find_spec(_PLANNING) is not None else "vllm.v1.core.kv_cache_utils"
 _planning: Any = importlib.import_module(_MODULE)
+get_kv_cache_groups: Callable[..., Any] = _planning.get_kv_cache_groups
 
 
 def get_kv_cache_configs(

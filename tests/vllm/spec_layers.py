@@ -20,11 +20,11 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from attnstore_vllm.model_shape import BLOCK_TOKENS
 from tests.unit.test_model_shape import KIMI_LINEAR, NEMOTRON_H_56B
+from tests.vllm.planning import get_kv_cache_groups
 
 NEMOTRON_H_8B = NEMOTRON_H_56B | {
     "num_attention_heads": 32, "hidden_size": 4096, "mamba_num_heads": 128, "ssm_state_size": 128,
@@ -77,6 +77,7 @@ class Vllm:
             ),
             scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
             speculative_config=None, num_speculative_tokens=0,
+            compilation_config=SimpleNamespace(static_forward_context={}),
         )  # fmt: skip
 
     @property

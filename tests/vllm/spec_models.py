@@ -8,6 +8,7 @@ groups, tensors and views of them.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,7 @@ def deepseek_v4(ratios: Sequence[int] = (0, 4, 128, 4, 128, 4)) -> Specs:
         made[f"{at}.swa_cache"] = _of(
             DeepseekV4SWACache, 256, kind, bounded_replay=False, block_size=64, head_dim=512,
             dtype=uint8, window_size=128, packed_bytes_per_token=584, packed_page_alignment=576,
+            packed_block_stride_alignment=None,
         )  # fmt: skip
         if not ratio:
             continue
@@ -109,6 +111,7 @@ def deepseek_v41(
             DeepseekV4SWACache, 256, kind, bounded_replay=True, block_size=32, head_dim=512,
             dtype=torch.uint8, window_size=128, packed_bytes_per_token=of_window,
             packed_page_alignment=alignment,
+            packed_block_stride_alignment=math.lcm(of_window, of_latent) if nvfp4 else None,
         )  # fmt: skip
         if i not in sources:
             continue

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from vllm.v1.request import RequestStatus
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm.connector.support import TESTED_VLLM
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.request import RequestState
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
@@ -284,7 +286,10 @@ def overcounted(engine: ScriptedEngine) -> list[int]:
             step_until(engine, lambda name=name: status(engine, name) == WAITS)  # type: ignore[misc]
             return list(session.all_token_ids)
         engine.abort(name)
-    raise AssertionError("vLLM counts right: away with what guards against it")
+    said = "vLLM counts right: away with what guards against it"
+    if vllm.__version__.startswith(TESTED_VLLM):
+        raise AssertionError(said)
+    pytest.skip(f"{said}, once older ones are not served")
 
 
 def test_drafts_beyond_a_stop_are_not_stored(start: Start) -> None:

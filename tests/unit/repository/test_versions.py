@@ -118,7 +118,8 @@ def test_files_that_ran_with_their_scheduler_are_those_that_need_no_more() -> No
     said = {v: found["scheduled"] for v, found in results.items() if "scheduled" in found}
     assert said
     for version, files in said.items():
-        assert set(files) <= set(try_scheduler.SCRIPTED), version
+        assert set(files) == set(try_scheduler.SCRIPTED), version
+        assert not any(found["failed"] for found in files.values()), version
         assert f"in {len(files)} files with its scheduler" in try_version.table()
 
 
