@@ -18,7 +18,7 @@ import vllm
 from vllm.v1.request import RequestStatus
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.connector.support import TESTED_VLLM
+from attnstore_vllm.preflight import TESTED_VLLM
 from attnstore_vllm.scheduler.media import MediaNames, RequestMedia
 from attnstore_vllm.scheduler.request import RequestState
 from tests.vllm.scripted import CHUNK, Limits, ScriptedEngine
