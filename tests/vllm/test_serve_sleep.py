@@ -19,6 +19,9 @@ from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import FLAG, ask, ask_and_count, loaded, post, story
 
+ANSWER_TOKENS = 1200
+"""All requests are to run at once when they are looked for, also on a busy machine."""
+
 
 @pytest.fixture(scope="module")
 def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
@@ -59,8 +62,8 @@ def test_a_sleep_in_the_midst_of_answers(server: VllmServer) -> None:
         text = story(("midst", mode))
         threads = [
             threading.Thread(target=post, args=(server, "/v1/chat/completions", {
-                "model": serving.MODEL_NAME, "max_tokens": 300, "temperature": 0,
-                "messages": [{"role": "user", "content": f"{text} {number}"}],
+                "model": serving.MODEL_NAME, "max_tokens": ANSWER_TOKENS, "ignore_eos": True,
+                "temperature": 0, "messages": [{"role": "user", "content": f"{text} {number}"}],
             }))
             for number in range(3)
         ]  # fmt: skip
