@@ -210,7 +210,7 @@ def failed_parts_taken(engine: Any) -> Undo:
 
 
 def disk_given_up(engine: Any) -> Undo:
-    """A disk that is out of use stays so, whatever it shows. A wait for it ends sooner."""
+    """A disk that is out of use stays so, even if it is well again. A wait for it ends sooner."""
     from attnstore_vllm.errors import DeviceError
     from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
     from tests.vllm import engine as waits

@@ -215,6 +215,18 @@ def test_a_turn_finds_what_the_last_one_left(
     check_stored(engine)
 
 
+def tell_one(engine: GroupedEngine, name: str, tokens: list[int], *, resumable: bool) -> None:
+    """A request, or a session with one input, from its beginning to its end; HBM is empty then."""
+    engine.add(name, tokens, 4, resumable=resumable)
+    if resumable:
+        for _ in range(30):
+            engine.step()
+        engine.add(name, [1], 1)  # the end of it
+    engine.drain()
+    wait_until_quiet(engine.ours)
+    assert engine.scheduler.reset_prefix_cache()
+
+
 @pytest.mark.parametrize("resumable", [False, True], ids=["request", "session"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_second_that_parts_leaves_a_state_there(
@@ -228,14 +240,7 @@ def test_the_second_that_parts_leaves_a_state_there(
     for number in range(3):
         before = engine.worker.loaded_tokens
         own = prompt(f"own {number}", 2 * CHUNK + 9)
-        engine.add(f"{number}", [*common, *own], 4, resumable=resumable)
-        if resumable:
-            for _ in range(30):
-                engine.step()
-            engine.add(f"{number}", [1], 1)  # the end of it
-        engine.drain()
-        wait_until_quiet(engine.ours)
-        assert engine.scheduler.reset_prefix_cache()
+        tell_one(engine, f"{number}", [*common, *own], resumable=resumable)
         found.append(engine.worker.loaded_tokens - before)
     num_blocks = len(common) // STATE.block + 1  # and the state
     assert found == [0, 0, num_blocks * BLOCK]
@@ -257,14 +262,7 @@ def test_the_second_that_parts_keeps_the_section_there(
     priorities = []
     for number in range(3):
         tokens = [*common, *prompt(f"own {number}", 4 * CHUNK + 9)]
-        engine.add(f"{number}", tokens, 4, resumable=resumable)
-        if resumable:
-            for _ in range(30):
-                engine.step()
-            engine.add(f"{number}", [1], 1)  # the end of it
-        engine.drain()
-        wait_until_quiet(engine.ours)
-        assert engine.scheduler.reset_prefix_cache()
+        tell_one(engine, f"{number}", tokens, resumable=resumable)
         keys = SequenceKeys(root, tokens, CHUNK).section(1, 0)
         chunk = residency.index.get(keys.key(len(common) // CHUNK))
         priorities.append(None if chunk is None else residency.run_of(chunk).priority)
