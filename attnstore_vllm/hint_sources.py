@@ -37,8 +37,15 @@ class Hinting(Protocol):
 
 def read(reader: HintReader, request: Hinting) -> Hints:
     """All hints of a request. Cost: constant, however much it has."""
-    params = request.kv_transfer_params
     session, envelope = getattr(request, "session_id", None), getattr(request, "kv_hints", None)
+    return read_params(reader, request.kv_transfer_params, session, envelope)
+
+
+def read_params(
+    reader: HintReader, params: object, session: object = None, envelope: object = None
+) -> Hints:
+    """As read(), of kv_transfer_params alone where no more of a request is known: so of a streaming
+    session's later inputs. vLLM keeps the session_id and the kv_hints of the first."""
     if session is None and envelope is None and not params:
         return NO_HINTS
     asked = params if isinstance(params, dict) else {}
