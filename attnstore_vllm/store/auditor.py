@@ -272,7 +272,7 @@ class Auditor:
                 residency.counts[Event.NOT_COMPARED] += 1
             elif found is None:
                 residency.counts[Event.AGREED] += 1
-                self.trial.agreed(tier, pair.group)
+                self.trial.agreed(tier, pair.group, pair.stored.name.key)
             else:
                 residency.counts[Event.DIFFERED] += 1
             if hits is not None and not is_void:

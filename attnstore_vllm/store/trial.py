@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.types import Key
 
 TRIED_CHUNKS = 4
 """Chunks of each tier and KV cache group: 1,024 tokens, where they have the usual size. Of a hit
@@ -32,11 +33,14 @@ class _Tried:
 
     needed: dict[int, int] = field(default_factory=dict)
     """By group: chunks that are to agree, once a hit has had some."""
-    agreed: Counter[int] = field(default_factory=Counter)
+    agreed: dict[int, set[Key]] = field(default_factory=dict)
+    """By group: chunks that have, TRIED_CHUNKS at most. Many requests may have one of them compared
+    at once, which says nothing of the others."""
     put_off: int = 0
 
     def has_passed(self, group: int) -> bool:
-        return group in self.needed and self.agreed[group] >= self.needed[group]
+        agreed = self.agreed.get(group, ())
+        return group in self.needed and len(agreed) >= self.needed[group]
 
 
 class TierTrial:
@@ -91,12 +95,14 @@ class TierTrial:
                 self.close(tier)
         return over
 
-    def agreed(self, tier: str, group: int) -> None:
+    def agreed(self, tier: str, group: int, key: Key) -> None:
         """A chunk that this tier brought up is what was computed."""
         tried = self._open.get(tier)
         if tried is None:
             return
-        tried.agreed[group] += 1
+        agreed = tried.agreed.setdefault(group, set())
+        if len(agreed) < TRIED_CHUNKS:
+            agreed.add(key)
         if all(tried.has_passed(group) for group in self._groups):
             self.close(tier)
 

@@ -26,24 +26,37 @@ def test_a_tier_is_believed_after_some_chunks() -> None:
     many = [piece(number) for number in range(2 * TRIED_CHUNKS)]
     assert trial.awaits(many) and trial.awaits(many[-1:])
     trial.begin(many)
-    for _ in range(TRIED_CHUNKS):
+    for one in many[:TRIED_CHUNKS]:
         assert trial.awaits(many)
-        trial.agreed(NVME, 0)
+        trial.agreed(NVME, 0, one.chunk.name.key)
     assert not trial.awaits(many) and not trial.is_open(NVME)
     assert trial.awaits([*many, piece(9, SHARED)]), "the other one is not"
+
+
+def test_one_chunk_that_many_requests_have_compared_is_one() -> None:
+    """A burst behind one system prompt compares its chunk again and again."""
+    trial = TierTrial([NVME], [0], source_of)
+    many = [piece(number) for number in range(TRIED_CHUNKS)]
+    trial.begin(many)
+    for _ in range(TRIED_CHUNKS):
+        trial.agreed(NVME, 0, many[0].chunk.name.key)
+    assert trial.awaits(many) and trial.is_open(NVME)
+    for one in many:
+        trial.agreed(NVME, 0, one.chunk.name.key)
+    assert not trial.is_open(NVME)
 
 
 def test_a_short_hit_is_enough() -> None:
     trial = TierTrial([NVME], [0], source_of)
     trial.begin([piece()])
-    trial.agreed(NVME, 0)
+    trial.agreed(NVME, 0, piece().chunk.name.key)
     assert not trial.awaits([piece(1)])
 
 
 def test_what_was_computed_here_needs_none() -> None:
     trial = TierTrial([NVME], [0], source_of)
     assert not trial.awaits([piece(tier="")])
-    trial.agreed("", 0)
+    trial.agreed("", 0, piece().chunk.name.key)
     assert trial.is_open(NVME)
 
 
@@ -57,11 +70,11 @@ def test_each_group_is_tried() -> None:
     trial = TierTrial([NVME], [0, 2], source_of)
     hit = [piece(0), piece(1), piece(2, group=1), piece(3, group=2)]
     trial.begin(hit)
-    trial.agreed(NVME, 0)
-    trial.agreed(NVME, 0)
+    for one in hit[:2]:
+        trial.agreed(NVME, 0, one.chunk.name.key)
     assert not trial.awaits(hit[:3]), "group 1 is not compared"
     assert trial.awaits(hit)
-    trial.agreed(NVME, 2)
+    trial.agreed(NVME, 2, hit[3].chunk.name.key)
     assert not trial.is_open(NVME)
 
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No way to a load passes the trial of what a tier brings up, and no crowd shortens it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from attnstore_vllm.types import NVME
+from tests.helpers import names_of, sequence_of, tokens_of
+from tests.step_world import CHUNK
+from tests.unit.scheduler.test_audits import (
+    LENGTH,
+    AuditWorld,
+    Start,
+    computed,
+    nvme_alone,
+    opened,
+)
+from tests.vllm_objects import output
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
+    yield from opened(partial(AuditWorld, monkeypatch, tmp_path))
+
+
+def test_a_burst_behind_one_system_prompt_ends_no_trial(start: Start) -> None:
+    """It compares the chunk that all share, and not the one of the conversation that is wrong."""
+    world = start(rate=1e-9, slots=64)
+    tokens = tokens_of(1, LENGTH)
+    nvme_alone(world, tokens, wrong=3)
+    first = world.asks(tokens, "first")
+    others = [tokens[:CHUNK] + tokens_of(10 + number, 2 * CHUNK) for number in range(3)]
+    crowd = [world.asks(other, f"other {number}") for number, other in enumerate(others)]
+    for request in crowd:
+        world.end_step(request)
+        world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    world.report(world.side.build_step(output({"first": (0, CHUNK)}, {})))
+    first.num_computed_tokens = CHUNK
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes() == {"agreed": 4}
+    audit = world.store.audit
+    assert audit is not None and audit.trial.is_open(NVME)
+    last = world.asks(tokens, "last")
+    assert last.found == 0, "what it would load was not compared"
+    for request in (first, last):
+        world.end_step(request)
+        world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes()["differed"] == 1
+    for name in names_of(sequence_of(tokens)):
+        chunk = world.store.residency.index.get(name.key)
+        if chunk is not None:
+            assert bytes(world.rig.pool.slot(chunk.dram.slot)) == computed(name)
