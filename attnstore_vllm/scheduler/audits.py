@@ -148,3 +148,11 @@ class Audits:
         if not places:
             return [(at, found)]
         return [(copy.first, copy.block_ids) for copy in in_places(0, at, found, places)]
+
+
+def is_on_trial(store: Store, state: RequestState, pieces: Sequence[Piece]) -> bool:
+    """Whether the request may not have some of these yet. To be asked of all that is loaded and was
+    not held since Audits.takes() has let it pass: KV that was computed here may have left DRAM
+    since, and come up with other bytes. Approximate KV is not tried."""
+    audit = store.audit
+    return audit is not None and state.approximate is None and audit.trial.awaits(pieces)

@@ -13,6 +13,7 @@ from attnstore_vllm.types import NVME
 from tests.helpers import names_of, sequence_of, tokens_of
 from tests.step_world import CHUNK
 from tests.unit.scheduler.test_audits import (
+    BITS,
     LENGTH,
     AuditWorld,
     Start,
@@ -20,6 +21,7 @@ from tests.unit.scheduler.test_audits import (
     nvme_alone,
     opened,
 )
+from tests.unit.scheduler.test_takes import section, taken
 from tests.vllm_objects import output
 
 
@@ -60,3 +62,31 @@ def test_a_burst_behind_one_system_prompt_ends_no_trial(start: Start) -> None:
         chunk = world.store.residency.index.get(name.key)
         if chunk is not None:
             assert bytes(world.rig.pool.slot(chunk.dram.slot)) == computed(name)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_what_is_taken_otherwise_than_it_was_offered_may_be_on_trial_by_then(
+    start: Start, is_late: bool
+) -> None:
+    """vLLM 0.33 may take an offer in a later step, when nothing is held any more; and of several
+    groups it may take a part, which another window backs. What was computed here may have left
+    DRAM since, and come up from what others wrote."""
+    options = {"windows": True, "cuts_hits": True, "compute_if_sooner": False}
+    world = start(rate=1e-9, store={"comparisons": (BITS, BITS)}, **options)
+    tokens = tokens_of(1, LENGTH)
+    world.serve(world.request("before", tokens))
+    world.rig.until_idle()
+    has_failed = []
+    for tier in ("", NVME):
+        request = world.request("again", tokens)
+        world.come(request)
+        found = world.answer(request)
+        assert found == LENGTH - 1
+        if is_late:
+            world.end_step()
+        section(world, 3 if is_late else 1).brought_by = tier
+        has_failed.append(taken(world, request, found if is_late else 2 * CHUNK).has_failed)
+        world.finish(request)
+        world.end_step()
+    assert has_failed == [False, True]
+    assert world.store.residency.num_held() == 0
