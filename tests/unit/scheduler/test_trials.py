@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from attnstore_vllm.types import NVME
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.types import NVME, Cause
 from tests.helpers import names_of, sequence_of, tokens_of
-from tests.step_world import CHUNK
+from tests.step_world import BLOCK, CHUNK
 from tests.unit.scheduler.test_audits import (
     BITS,
     LENGTH,
@@ -89,4 +91,47 @@ def test_what_is_taken_otherwise_than_it_was_offered_may_be_on_trial_by_then(
         world.finish(request)
         world.end_step()
     assert has_failed == [False, True]
+    assert world.store.residency.num_held() == 0
+
+
+NUM_SLOTS, NUM_CHUNKS, LATER = 16, 24, 20
+
+
+@pytest.mark.parametrize("tier", ["", NVME])
+def test_a_part_that_has_come_up_on_trial_is_lost(start: Start, tier: str) -> None:
+    """Of a load that is longer than DRAM, later parts come up when it has begun. What NVMe has of a
+    chunk may be others' by then, though the hit was let pass with the bytes that DRAM had."""
+    world = start(rate=1e-9, slots=NUM_SLOTS)
+    tokens = tokens_of(1, NUM_CHUNKS * CHUNK + 1)
+    names = names_of(sequence_of(tokens))
+    for name in names:
+        assert world.rig.put(name, computed(name)) is not None
+        world.rig.until_idle()
+    request = world.request("one", tokens)
+    world.come(request)
+    found = world.answer(request)
+    assert found == NUM_CHUNKS * CHUNK
+    chunk = world.rig.chunk(names[LATER])
+    world.start(request, found)
+    assert chunk.dram.state is State.ABSENT
+    world.store.residency.nvme.is_found[chunk.at(NVME).slot] = bool(tier)
+    loaded, missing = 0, set()
+    deadline = time.monotonic() + 10.0
+    while world.side.any_open():
+        assert time.monotonic() < deadline
+        plan = world.side.build_step(output({}, {}))
+        for load in plan.loads:
+            loaded += load.num_blocks
+            missing |= set(load.missing)
+        world.report(plan)
+        time.sleep(0.001)
+    state = world.side.requests["one"]
+    num_good = LATER if tier else NUM_CHUNKS
+    assert loaded == num_good * CHUNK // BLOCK
+    assert missing == {*range(1 + loaded, 1 + NUM_CHUNKS * CHUNK // BLOCK)}
+    assert state.counted.why_computed is (Cause.LOST if tier else None)
+    request.num_computed_tokens = num_good * CHUNK
+    world.end_step(request)
+    world.finish(request)
+    world.end_step()
     assert world.store.residency.num_held() == 0
