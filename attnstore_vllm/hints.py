@@ -111,7 +111,7 @@ class HintReader:
             "approximate": may_approximate,
             "audit": may_audit,
         }
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
 
     def read(self, params: object) -> Hints:
@@ -129,7 +129,7 @@ class HintReader:
         }
         ended, ttl_s = said.get("ended", False), seconds_of(said.get("ttl"))
         level = Priority.ENDED if ended else PRIORITIES[said.get("priority", "normal")]
-        times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
+        times = [t for t in (self._longest_pin_s, self.ttl_s, ttl_s) if t is not None]
         pin_s = min(times) if said.get("pin") and not ended else None
         return Hints(
             store=said.get("store", True),

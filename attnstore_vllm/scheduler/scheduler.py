@@ -148,7 +148,7 @@ class Scheduler:
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
         self._hints, self._sessions = hint_reader(config), Sessions()
-        self.holds = holds_of(config.holding, engine, geometry, costs)
+        self.holds = holds_of(config.holding, engine, geometry, costs, self._hints)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
