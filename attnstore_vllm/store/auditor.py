@@ -129,7 +129,7 @@ class Auditor:
         with self.context.progress:
             if is_drawn:
                 self.trial.begin(pieces)
-            over = self.trial.put_off(pieces)
+            over = self.trial.put_off(pieces, self.context.clock())
         for tier in over:
             logger.warning(
                 "AttnStore could not compare what it found in %s with what the model computes, and "

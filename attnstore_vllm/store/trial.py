@@ -7,8 +7,8 @@ is believed, and hits on it are drawn as all are. One that differs ends it: noth
 served (auditor.py).
 
 What this process has written and reads back is no part of it: that it agrees says nothing of the
-rest. It has a limit: what cannot be compared after PUT_OFF_MAX requests is served uncompared, and
-told.
+rest. It has a limit: what cannot be compared after PUT_OFF_MAX requests and PUT_OFF_S is served
+uncompared, and told.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ TRIED_CHUNKS = 4
 """Chunks of each tier and KV cache group: 1,024 tokens, where they have the usual size. Of a hit
 that has fewer, all."""
 PUT_OFF_MAX = 64
+PUT_OFF_S = 60.0
+"""A burst has as many requests before the first of them is computed, and could be compared."""
 
 
 @dataclass(slots=True)
@@ -37,6 +39,8 @@ class _Tried:
     """By group: chunks that have, TRIED_CHUNKS at most. Many requests may have one of them compared
     at once, which says nothing of the others."""
     put_off: int = 0
+    since: float = 0.0
+    """When the first request was put off."""
 
     def has_passed(self, group: int) -> bool:
         agreed = self.agreed.get(group, ())
@@ -84,13 +88,14 @@ class TierTrial:
             if tier in self._open:
                 self._open[tier].needed.setdefault(group, min(count, TRIED_CHUNKS))
 
-    def put_off(self, pieces: Sequence[Piece]) -> list[str]:
+    def put_off(self, pieces: Sequence[Piece], now: float) -> list[str]:
         """A request is computed for it. Returns tiers that are served uncompared from now on."""
         over = []
         for tier in {self._source_of(piece.chunk) for piece in pieces} & self._open.keys():
             tried = self._open[tier]
+            tried.since = tried.since if tried.put_off else now
             tried.put_off += 1
-            if tried.put_off >= PUT_OFF_MAX:
+            if tried.put_off >= PUT_OFF_MAX and now >= tried.since + PUT_OFF_S:
                 over.append(tier)
                 self.close(tier)
         return over

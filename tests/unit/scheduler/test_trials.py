@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.index.chunk import State
+from attnstore_vllm.store.trial import PUT_OFF_MAX
 from attnstore_vllm.types import NVME, Cause
 from tests.helpers import names_of, sequence_of, tokens_of
 from tests.step_world import BLOCK, CHUNK
@@ -64,6 +65,22 @@ def test_a_burst_behind_one_system_prompt_ends_no_trial(start: Start) -> None:
         chunk = world.store.residency.index.get(name.key)
         if chunk is not None:
             assert bytes(world.rig.pool.slot(chunk.dram.slot)) == computed(name)
+
+
+def test_a_burst_does_not_end_a_trial_before_it_is_held(start: Start) -> None:
+    """All of it has come before the first one is computed."""
+    world = start(rate=1e-9, slots=64)
+    tokens = tokens_of(1, LENGTH)
+    nvme_alone(world, tokens, wrong=3)
+    crowd = [world.asks(tokens, f"r{number}") for number in range(PUT_OFF_MAX + 1)]
+    assert [request.found for request in crowd] == len(crowd) * [0]
+    for request in crowd:
+        world.end_step(request)
+        world.finish(request)
+    world.end_step()
+    world.rig.until_idle()
+    assert world.outcomes()["differed"] == 1
+    assert world.side.take_stats().data["counters"].get("recomputations:audit") == len(crowd)
 
 
 @pytest.mark.parametrize("is_late", [True, False])

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.store.trial import PUT_OFF_MAX, TRIED_CHUNKS, TierTrial
+from attnstore_vllm.store.trial import PUT_OFF_MAX, PUT_OFF_S, TRIED_CHUNKS, TierTrial
 from attnstore_vllm.types import NVME, SHARED
 from tests.helpers import CHUNK_TOKENS, conversation, name_of, sequence_of
 
@@ -80,7 +80,16 @@ def test_each_group_is_tried() -> None:
 
 def test_it_ends_where_nothing_can_be_compared() -> None:
     trial = TierTrial([NVME, SHARED], [0], source_of)
-    told = [trial.put_off([piece()]) for _ in range(PUT_OFF_MAX)]
+    step_s = PUT_OFF_S / (PUT_OFF_MAX - 1)
+    told = [trial.put_off([piece()], 7.0 + n * step_s) for n in range(PUT_OFF_MAX)]
     assert told == (PUT_OFF_MAX - 1) * [[]] + [[NVME]]
     assert not trial.awaits([piece()]) and trial.awaits([piece(0, SHARED)])
-    assert trial.put_off([piece()]) == []
+    assert trial.put_off([piece()], 7.0 + PUT_OFF_S) == []
+
+
+def test_no_burst_ends_it_before_it_could_be_compared() -> None:
+    trial = TierTrial([NVME], [0], source_of)
+    for number in range(4 * PUT_OFF_MAX):
+        assert trial.put_off([piece()], 7.0 + number / 1000) == []
+    assert trial.awaits([piece()])
+    assert trial.put_off([piece()], 7.0 + PUT_OFF_S) == [NVME]
