@@ -266,6 +266,7 @@ class Auditor:
         residency, tier = context.residency, pair.stored.brought_by
         with context.progress:
             is_void, differs = pair.is_void, found is not None
+            is_there = not pair.stored.dropped  # else another hit with it was compared before
             hits = None if self._comparison(pair).sides is None else self._hits
             doubted = self._doubted(pair, hits, differs=differs)
             if is_void:
@@ -284,7 +285,10 @@ class Auditor:
             self._learn(pair)
         elif not is_void:
             self._tell(pair, found)
-            self._fail(tier) if fails else self._count(pair.hit)
+            if fails:
+                self._fail(tier)
+            elif is_there:
+                self._count(pair.hit)
         with context.progress:
             residency.release(pair.stored)
             residency.release(pair.copy)
@@ -332,7 +336,7 @@ class Auditor:
         comparison = self._comparison(pair)
         is_of_others = pair.stored.brought_by or pair.stored.origin
         if comparison.sides is not None and not (pair.is_void or is_of_others):
-            self._bounds.note(pair.group, comparison.largest)
+            self._bounds.note(pair.group, pair.stored.name.key, comparison.largest)
 
     def _tell(self, pair: _Pair, found: Difference) -> None:
         """Say it, and keep the bytes. The slots are held."""
