@@ -26,6 +26,7 @@ same directory is reset when its servers are, and not with these.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import struct
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from typing import NamedTuple
 
 from attnstore_vllm.own_files import read_own, replace_own, take_old_name
 from attnstore_vllm.tiers.shared.secret import SEAL_BYTES, SharedKeys
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"ASGEN002"
 ANCHOR_BYTES = 16
@@ -211,10 +214,12 @@ def load(directory: Path, namespace: bytes) -> SharedGeneration:
         return from_json(read_own(path, FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         return SharedGeneration()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return SharedGeneration(must_renew=True)
-    except (OverflowError, RecursionError):
-        return SharedGeneration(must_renew=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        why: Exception = error
+    except (OverflowError, RecursionError) as error:
+        why = error
+    logger.warning("%s cannot be used (%s): all that the shared tier has is old", path, why)
+    return SharedGeneration(must_renew=True)
 
 
 def save(directory: Path, namespace: bytes, text: str) -> None:
