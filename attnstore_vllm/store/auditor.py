@@ -58,6 +58,8 @@ class _Pair:
     blocks: Blocks
     is_void: bool = False
     """The copy has other bytes than were to be computed, or none."""
+    is_known: bool = False
+    """Another comparison has shown since that it is wrong, or that all of its tier is."""
 
 
 class Auditor:
@@ -266,7 +268,6 @@ class Auditor:
         residency, tier = context.residency, pair.stored.brought_by
         with context.progress:
             is_void, differs = pair.is_void, found is not None
-            is_there = not pair.stored.dropped  # else another hit with it was compared before
             hits = None if self._comparison(pair).sides is None else self._hits
             doubted = self._doubted(pair, hits, differs=differs)
             if is_void:
@@ -287,7 +288,7 @@ class Auditor:
             self._tell(pair, found)
             if fails:
                 self._fail(tier)
-            elif is_there:
+            elif not pair.is_known:
                 self._count(pair.hit)
         with context.progress:
             residency.release(pair.stored)
@@ -307,7 +308,13 @@ class Auditor:
             self._leaving.append(chunk)
         self._forget(chunk)
         self.context.residency.drop(chunk)
+        self._know(lambda stored: stored is chunk)
         self.has_removed |= not self.trial.is_open(chunk.brought_by)  # no request had that
+
+    def _know(self, is_wrong: Callable[[Chunk], bool]) -> None:
+        """Locked. What others compare of these chunks tells nothing new."""
+        for pair in (*self._copying.values(), *self._waiting):
+            pair.is_known |= is_wrong(pair.stored)
 
     def _forget(self, chunk: Chunk) -> None:
         for io in self._tiers:
@@ -380,6 +387,7 @@ class Auditor:
             for chunk in residency.index.all_live():
                 if chunk.brought_by == tier:
                     residency.drop(chunk)
+            self._know(lambda stored: stored.brought_by == tier)
             if is_own:
                 self.context.moved.clear()
         if is_own:

@@ -557,7 +557,7 @@ def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
     open_rig: Rigs, tmp_path: Path
 ) -> None:
     """The next turn of a conversation, which is the usual hit, replaces the tail that it found."""
-    rig, device = audited(open_rig, tmp_path)
+    rig, device = audited(open_rig, tmp_path, audit={"stop_after": 2})
     tail = stored(rig, conversation(1, 8), payload=bytes(PAYLOAD_BYTES))
     device.settle()
     copy = rig.store.begin_audit(1, tail, tail.dram, [range(2)])
@@ -571,6 +571,10 @@ def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
     device.settle()
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 1, "the longer one"
+    assert not rig.store.is_distrusted
+    chunk = stored(rig, conversation(2), payload=bytes(PAYLOAD_BYTES))
+    compare(rig, chunk, payload_of(chunk.name), hit=2)
+    assert rig.store.is_distrusted, "a hit with a wrong tail is one of so many"
 
 
 def test_inspect_lists_what_an_audit_has_left(
