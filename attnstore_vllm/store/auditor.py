@@ -122,15 +122,14 @@ class Auditor:
         """Whether KV of this group is compared."""
         return self.comparisons[group] is not None
 
-    def put_off(self, pieces: Sequence[Piece], *, is_drawn: bool) -> None:
+    def put_off(self, pieces: Sequence[Piece], drawn: Sequence[Piece]) -> None:
         """A request is computed, since these are not served yet. Takes the lock.
 
         Args:
-            is_drawn: they are compared.
+            drawn: those of them that are compared.
         """
         with self.context.progress:
-            if is_drawn:
-                self.trial.begin(pieces)
+            self.trial.begin(drawn)
             over = self.trial.put_off(pieces, self.context.clock())
         for tier in over:
             logger.warning(
@@ -170,7 +169,8 @@ class Auditor:
         copy: Chunk | None = None
         is_there = stored.dram is was and was.state is State.READY and not stored.dropped
         has_place = len(self._copying) + len(self._waiting) < most and not self.is_stopped
-        if blocks and is_there and has_place:
+        is_known = self.trial.has_agreed(stored.brought_by, group, stored.name.key)
+        if blocks and is_there and has_place and not is_known:
             copy = self._begin_copy(stored)
         if copy is None:
             residency.counts[Event.NOT_COMPARED] += 1

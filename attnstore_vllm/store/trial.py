@@ -100,6 +100,12 @@ class TierTrial:
                 self.close(tier)
         return over
 
+    def has_agreed(self, tier: str, group: int, key: Key) -> bool:
+        """Whether this chunk has, while the tier waits for others: they are to be compared, also
+        where there is room for few copies."""
+        tried = self._open.get(tier)
+        return tried is not None and key in tried.agreed.get(group, ())
+
     def agreed(self, tier: str, group: int, key: Key) -> None:
         """A chunk that this tier brought up is what was computed."""
         tried = self._open.get(tier)

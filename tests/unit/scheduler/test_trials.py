@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.index.chunk import State
-from attnstore_vllm.store.trial import PUT_OFF_MAX
+from attnstore_vllm.store.trial import PUT_OFF_MAX, TRIED_CHUNKS
 from attnstore_vllm.types import NVME, Cause
 from tests.helpers import names_of, sequence_of, tokens_of
 from tests.step_world import BLOCK, CHUNK
@@ -39,7 +39,7 @@ def test_a_burst_behind_one_system_prompt_ends_no_trial(start: Start) -> None:
     tokens = tokens_of(1, LENGTH)
     nvme_alone(world, tokens, wrong=3)
     first = world.asks(tokens, "first")
-    others = [tokens[:CHUNK] + tokens_of(10 + number, 2 * CHUNK) for number in range(3)]
+    others = [tokens[:CHUNK] + tokens_of(10 + number, 2 * CHUNK) for number in range(TRIED_CHUNKS)]
     crowd = [world.asks(other, f"other {number}") for number, other in enumerate(others)]
     for request in crowd:
         world.end_step(request)
@@ -50,7 +50,7 @@ def test_a_burst_behind_one_system_prompt_ends_no_trial(start: Start) -> None:
     first.num_computed_tokens = CHUNK
     world.end_step()
     world.rig.until_idle()
-    assert world.outcomes() == {"agreed": 4}
+    assert world.outcomes() == {"agreed": TRIED_CHUNKS, "not_compared": 1}
     audit = world.store.audit
     assert audit is not None and audit.trial.is_open(NVME)
     last = world.asks(tokens, "last")
@@ -65,6 +65,28 @@ def test_a_burst_behind_one_system_prompt_ends_no_trial(start: Start) -> None:
         chunk = world.store.residency.index.get(name.key)
         if chunk is not None:
             assert bytes(world.rig.pool.slot(chunk.dram.slot)) == computed(name)
+
+
+def test_a_piece_that_has_no_whole_block_is_not_waited_for(start: Start) -> None:
+    """No copy has some of it: the same prompt would be on trial again and again."""
+    world = start(rate=1e-9, slots=16, store={"grain": BLOCK // 2})
+    tokens = tokens_of(1, CHUNK + BLOCK // 2)
+    nvme_alone(world, tokens)
+    longer = [*tokens, *tokens_of(2, BLOCK)]
+    assert world.serves(longer, "one") == 0
+    assert world.outcomes() == {"agreed": 1}
+    assert world.serves(longer, "two") == len(tokens)
+
+
+def test_where_few_are_compared_at_once_others_are_the_next_time(start: Start) -> None:
+    """Two copies fit in this DRAM, and each hit has the same chunks first."""
+    world = start(rate=1e-9, slots=16)
+    tokens = tokens_of(1, LENGTH)
+    nvme_alone(world, tokens, wrong=3)
+    assert world.serves(tokens, "one") == 0
+    assert world.outcomes() == {"agreed": 2, "not_compared": 2}
+    assert world.serves(tokens, "two") == 0
+    assert world.outcomes()["differed"] == 1
 
 
 def test_a_burst_does_not_end_a_trial_before_it_is_held(start: Start) -> None:

@@ -42,7 +42,9 @@ def asks(rig: Rig, request_id: str, tokens: list[int]) -> None:
     rig.until_idle()
 
 
-def two_ask(open_rig: Rigs, path: Path, stop_after: int = 100) -> tuple[Rig, MemoryDevice, list[int]]:
+def two_ask(
+    open_rig: Rigs, path: Path, stop_after: int = 100
+) -> tuple[Rig, MemoryDevice, list[int]]:
     """Others give wrong KV to two requests, before any of it was compared."""
     others = Others()
     tokens = conversation(1, NUM_TOKENS)
@@ -137,7 +139,7 @@ def test_what_was_computed_here_says_nothing_of_the_tier(open_rig: Rigs, tmp_pat
     rig.store.finish_saves([chunk])
     pieces = rig.store.find(lookup_of(tokens), 0, 16)
     assert rig.store.audit is not None
-    rig.store.audit.put_off(pieces, is_drawn=True)
+    rig.store.audit.put_off(pieces, pieces)
     copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
     assert copy is not None
     rig.pool.slot(copy.dram.slot)[:] = payload_of(name)
@@ -185,7 +187,8 @@ def test_what_this_process_has_written_ends_no_trial_of_what_was_there(
     assert not on_trial(rig, own)
     audit = rig.store.audit
     assert audit is not None
-    audit.put_off(rig.store.find(lookup_of(own), 0, 48), is_drawn=True)
+    found = rig.store.find(lookup_of(own), 0, 48)
+    audit.put_off(found, found)
     for chunk in chunks:
         copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
         assert copy is not None
