@@ -7,8 +7,8 @@ is believed, and hits on it are drawn as all are. One that differs ends it: noth
 served (auditor.py).
 
 What this process has written and reads back is no part of it: that it agrees says nothing of the
-rest. It has a limit: what cannot be compared after PUT_OFF_MAX requests and PUT_OFF_S is served
-uncompared, and told.
+rest. It has a limit: what cannot be compared in PUT_OFF_MAX requests, and PUT_OFF_S after the last
+of these, is served uncompared, and told.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ TRIED_CHUNKS = 4
 that has fewer, all."""
 PUT_OFF_MAX = 64
 PUT_OFF_S = 60.0
-"""A burst has as many requests before the first of them is computed, and could be compared."""
+"""A burst has as many requests before the first of them is computed, and could be compared. So has
+one that comes long after a request that could not be."""
 
 
 @dataclass(slots=True)
@@ -39,8 +40,8 @@ class _Tried:
     """By group: chunks that have, TRIED_CHUNKS at most. Many requests may have one of them compared
     at once, which says nothing of the others."""
     put_off: int = 0
-    since: float = 0.0
-    """When the first request was put off."""
+    full_at: float = 0.0
+    """When the last of PUT_OFF_MAX requests was put off."""
 
     def has_passed(self, group: int) -> bool:
         agreed = self.agreed.get(group, ())
@@ -93,9 +94,10 @@ class TierTrial:
         over = []
         for tier in {self._source_of(piece.chunk) for piece in pieces} & self._open.keys():
             tried = self._open[tier]
-            tried.since = tried.since if tried.put_off else now
             tried.put_off += 1
-            if tried.put_off >= PUT_OFF_MAX and now >= tried.since + PUT_OFF_S:
+            if tried.put_off == PUT_OFF_MAX:
+                tried.full_at = now
+            if tried.put_off >= PUT_OFF_MAX and now >= tried.full_at + PUT_OFF_S:
                 over.append(tier)
                 self.close(tier)
         return over

@@ -48,6 +48,8 @@ lost all that it had so many times."""
 OLD_FILE_NAME = "shared-generation.json"
 """A version before had one for all namespaces: the first that starts takes it."""
 FILE_BYTES_MAX = 1 << 20
+_DAMAGED = ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError
+"""What from_json() raises, and json for what lies too deep."""
 _BODY = struct.Struct(f"<8s{ANCHOR_BYTES}sQ")
 
 
@@ -214,12 +216,9 @@ def load(directory: Path, namespace: bytes) -> SharedGeneration:
         return from_json(read_own(path, FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         return SharedGeneration()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        why: Exception = error
-    except (OverflowError, RecursionError) as error:
-        why = error
-    logger.warning("%s cannot be used (%s): all that the shared tier has is old", path, why)
-    return SharedGeneration(must_renew=True)
+    except (OSError, *_DAMAGED) as error:
+        logger.warning("%s cannot be used (%s): all that the shared tier has is old", path, error)
+        return SharedGeneration(must_renew=True)
 
 
 def save(directory: Path, namespace: bytes, text: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+import pytest
+
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.store.trial import PUT_OFF_MAX, PUT_OFF_S, TRIED_CHUNKS, TierTrial
@@ -80,16 +82,19 @@ def test_each_group_is_tried() -> None:
 
 def test_it_ends_where_nothing_can_be_compared() -> None:
     trial = TierTrial([NVME, SHARED], [0], source_of)
-    step_s = PUT_OFF_S / (PUT_OFF_MAX - 1)
-    told = [trial.put_off([piece()], 7.0 + n * step_s) for n in range(PUT_OFF_MAX)]
-    assert told == (PUT_OFF_MAX - 1) * [[]] + [[NVME]]
+    told = [trial.put_off([piece()], 7.0 + n) for n in range(PUT_OFF_MAX)]
+    assert told == PUT_OFF_MAX * [[]]
+    assert trial.put_off([piece()], 6.0 + PUT_OFF_MAX + PUT_OFF_S) == [NVME]
     assert not trial.awaits([piece()]) and trial.awaits([piece(0, SHARED)])
-    assert trial.put_off([piece()], 7.0 + PUT_OFF_S) == []
+    assert trial.put_off([piece()], 7.0 + PUT_OFF_MAX + PUT_OFF_S) == []
 
 
-def test_no_burst_ends_it_before_it_could_be_compared() -> None:
+@pytest.mark.parametrize("before_s", [0.0, 2 * PUT_OFF_S])
+def test_no_burst_ends_it_before_it_could_be_compared(before_s: float) -> None:
+    """Nor does one that comes long after a request that leaves nothing."""
     trial = TierTrial([NVME], [0], source_of)
+    assert trial.put_off([piece()], 7.0 - before_s) == []
     for number in range(4 * PUT_OFF_MAX):
         assert trial.put_off([piece()], 7.0 + number / 1000) == []
     assert trial.awaits([piece()])
-    assert trial.put_off([piece()], 7.0 + PUT_OFF_S) == [NVME]
+    assert trial.put_off([piece()], 8.0 + PUT_OFF_S) == [NVME]
