@@ -326,7 +326,10 @@ class RequestState:
         may come in between."""
         sampling, terms = self.request.sampling_params, self.hints.terms
         extra = sampling.extra_args if sampling is not None else None
-        said = read_params(_LATER, (extra or {}).get("kv_transfer_params"))
+        params = (extra or {}).get("kv_transfer_params")
+        if params is self.request.kv_transfer_params:
+            return  # the first input's: all that came with it was read then
+        said = read_params(_LATER, params)
         self.stores = self.stores and said.store
         ttl_s = said.terms.ttl_s
         if ttl_s is not None and (terms.ttl_s is None or ttl_s < terms.ttl_s):

@@ -49,7 +49,7 @@ OLD_FILE_NAME = "shared-generation.json"
 """A version before had one for all namespaces: the first that starts takes it."""
 FILE_BYTES_MAX = 1 << 20
 _DAMAGED = ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError
-"""What from_json() raises, and json for what lies too deep."""
+"""Errors of from_json(), and those of json for what lies too deep."""
 _BODY = struct.Struct(f"<8s{ANCHOR_BYTES}sQ")
 
 

@@ -55,10 +55,13 @@ def say_so(world: StepWorld, session: Any, tokens: list[int], sampling: Any) -> 
 
 
 def begin(world: StepWorld, tokens: list[int], **hints: Any) -> Any:
-    params = {"attnstore": hints} if hints else None
-    session = world.request(
-        "session", tokens, resumable=True, sampling_params=said(**hints), kv_transfer_params=params
-    )
+    return begin_so(world, tokens, {"attnstore": hints} if hints else None)
+
+
+def begin_so(world: StepWorld, tokens: list[int], params: Any, **given: Any) -> Any:
+    """As vLLM does it: the request has the first input's kv_transfer_params for good."""
+    given |= {"sampling_params": saying(params), "kv_transfer_params": params}
+    session = world.request("session", tokens, resumable=True, **given)
     world.come(session)
     world.start(session, world.answer(session))
     world.end_step(session)
@@ -174,3 +177,16 @@ def test_hints_of_other_standards(
     leases = [residency.run_of(one).lease for one in residency.index if one.name.end > GREETING]
     world.close()
     assert {lease and lease.ttl_s for lease in leases} == leaves
+
+
+def test_the_first_input_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own `kv_hints`, which come with it alone, hold before what its body says."""
+    world = StepWorld(monkeypatch)
+    params = envelope(ttl=5, store=False)
+    given = {"kv_hints": envelope(ttl=600, store=True)["kv_hint"]}
+    session = begin_so(world, tokens_of(1, GREETING), params, **given)
+    say_more(world, session, tokens_of(2, 2 * CHUNK))
+    residency = world.store.residency
+    leases = [residency.run_of(one).lease for one in residency.index if one.name.position]
+    world.close()
+    assert {lease and lease.ttl_s for lease in leases} == {600.0}
