@@ -91,8 +91,8 @@ class TierTrial:
 
     def put_off(self, pieces: Sequence[Piece], now: float) -> list[str]:
         """A request is computed for it. Returns tiers that are served uncompared from now on."""
-        over = []
-        for tier in {self._source_of(piece.chunk) for piece in pieces} & self._open.keys():
+        over, tiers = [], self._open
+        for tier in {self._source_of(p.chunk) for p in pieces if self._is_untried(tiers, p)}:
             tried = self._open[tier]
             tried.put_off += 1
             if tried.put_off == PUT_OFF_MAX:

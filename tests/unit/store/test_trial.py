@@ -89,6 +89,19 @@ def test_it_ends_where_nothing_can_be_compared() -> None:
     assert trial.put_off([piece()], 7.0 + PUT_OFF_MAX + PUT_OFF_S) == []
 
 
+def test_a_request_is_put_off_for_what_it_may_not_have_alone() -> None:
+    """Nothing of the other tier was to be compared: the group is not, or has passed."""
+    trial = TierTrial([NVME, SHARED], [0, 1], source_of)
+    passed = piece(1, SHARED)
+    trial.begin([passed])
+    trial.agreed(SHARED, 0, passed.chunk.name.key)
+    hit = [piece(), passed, piece(2, SHARED, group=2)]
+    for number in range(PUT_OFF_MAX):
+        trial.put_off(hit, float(number))
+    assert trial.put_off(hit, PUT_OFF_MAX + PUT_OFF_S) == [NVME]
+    assert trial.is_open(SHARED)
+
+
 @pytest.mark.parametrize("before_s", [0.0, 2 * PUT_OFF_S])
 def test_no_burst_ends_it_before_it_could_be_compared(before_s: float) -> None:
     """Nor does one that comes long after a request that leaves nothing."""
