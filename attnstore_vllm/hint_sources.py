@@ -9,7 +9,8 @@
 
 What a request says in our own section holds before all others. Of these the first that tells a
 thing holds, in the order above, but for the key, which comes last. As there, what makes no sense is
-ignored and counted, and no request fails.
+ignored and counted, and no request fails: nor does it hide what another source says of the same
+thing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
-from attnstore_vllm.hints import KEYS, NO_HINTS, SECTION, HintReader, Hints, is_session
+from attnstore_vllm.hints import KEYS, NO_HINTS, SECTION, HintReader, Hints, makes_sense
 
 ACTION: Final = "attnstore.hints"
 VERSION: Final = "1"
@@ -37,45 +38,60 @@ class Hinting(Protocol):
 
 def read(reader: HintReader, request: Hinting) -> Hints:
     """All hints of a request. Cost: constant, however much it has."""
-    params = request.kv_transfer_params
     session, envelope = getattr(request, "session_id", None), getattr(request, "kv_hints", None)
+    return read_params(reader, request.kv_transfer_params, session, envelope)
+
+
+def read_params(
+    reader: HintReader, params: object, session: object = None, envelope: object = None
+) -> Hints:
+    """As read(), of kv_transfer_params alone where no more of a request is known: so of a streaming
+    session's later inputs. vLLM keeps the session_id and the kv_hints of the first."""
     if session is None and envelope is None and not params:
         return NO_HINTS
     asked = params if isinstance(params, dict) else {}
     told = _Told()
-    told.take("session", session)
+    if SECTION in asked:
+        told.section(asked[SECTION])
+    told.field("session", session)
     told.envelope(envelope)
     told.envelope(asked.get("kv_hint"))
     told.agent_hint(asked.get("agent_hint"))
     if "session" not in told.hints:
-        told.take("session", asked.get("prompt_cache_key"))
+        told.field("session", asked.get("prompt_cache_key"))
     if not told.hints and not told.ignored:
-        return reader.read(params)
-    own = asked.get(SECTION, {})
-    if not isinstance(own, dict):
-        told.ignored += 1
-        own = {}
-    chosen = {key: own[key] for key in KEYS if key in own}
-    told.ignored += len(own) - len(chosen)
-    found = reader.read({SECTION: {**told.hints, **chosen}})
-    return found.with_ignored(told.ignored)
+        return NO_HINTS
+    return reader.read({SECTION: told.hints}).with_ignored(told.ignored)
 
 
 class _Told:
-    """Hints that other standards tell, by our keys, and how many were ignored."""
+    """Hints by our keys, of all that tell some, and how many were ignored."""
 
     def __init__(self) -> None:
         self.hints: dict[str, object] = {}
         self.ignored = 0
 
     def take(self, key: str, value: object) -> None:
-        """The first word holds. An id that makes no sense is none."""
-        if value is None or value == "":
-            return
-        if key in ("session", "parent") and not is_session(value):
-            self.ignored += 1
-        else:
+        """The first word holds that makes sense. Another one hides nothing."""
+        if makes_sense(key, value):
             self.hints.setdefault(key, value)
+        else:
+            self.ignored += 1
+
+    def field(self, key: str, value: object) -> None:
+        """As take(), of a field that says nothing where it is empty."""
+        if value is not None and value != "":
+            self.take(key, value)
+
+    def section(self, section: object) -> None:
+        """Our own section, or what is like it."""
+        if not isinstance(section, dict):
+            self.ignored += 1
+            return
+        known = [key for key in KEYS if key in section]
+        self.ignored += len(section) - len(known)
+        for key in known:
+            self.take(key, section[key])
 
     def envelope(self, envelope: object) -> None:
         if envelope is None:
@@ -86,13 +102,7 @@ class _Told:
             return
         self.ignored += max(0, len(actions) - ACTIONS_MAX)
         for payload in _payloads(actions[:ACTIONS_MAX]):
-            if not isinstance(payload, dict):
-                self.ignored += 1
-                continue
-            known = [key for key in KEYS if key in payload]
-            self.ignored += len(payload) - len(known)
-            for key in known:
-                self.take(key, payload[key])
+            self.section(payload)
 
     def agent_hint(self, hint: object) -> None:
         if hint is None:
@@ -100,11 +110,11 @@ class _Told:
         if not isinstance(hint, dict):
             self.ignored += 1
             return
-        self.take("session", hint.get("session_id"))
-        self.take("parent", hint.get("parent_session_id"))
+        self.field("session", hint.get("session_id"))
+        self.field("parent", hint.get("parent_session_id"))
         control = hint.get("cache_control")
         if isinstance(control, dict):
-            self.take("ttl", control.get("ttl"))
+            self.field("ttl", control.get("ttl"))
         elif control is not None:
             self.ignored += 1
 

@@ -22,7 +22,7 @@ hint_sources.py reads what other standards say there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -71,6 +71,17 @@ def is_session(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= ID_MAX
 
 
+def makes_sense(key: str, value: object) -> bool:
+    """Whether a hint may have this value, of any server's."""
+    if key == "priority":
+        return isinstance(value, str) and value in PRIORITIES
+    if key == "ttl":
+        return seconds_of(value) is not None
+    if key in ("session", "parent"):
+        return is_session(value)
+    return isinstance(value, bool)
+
+
 class HintReader:
     """Reads hints by the server's settings.
 
@@ -94,9 +105,13 @@ class HintReader:
         salted_only: bool = False,
     ) -> None:
         self.salted_only = salted_only
-        self._may_truncate = may_truncate
-        self._may_approximate, self._may_audit = may_approximate, may_audit
-        self._ttl_s = ttl_s
+        self._may_be_true = {
+            "pin": longest_pin_s is not None,
+            "truncation": may_truncate,
+            "approximate": may_approximate,
+            "audit": may_audit,
+        }
+        self.ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
 
     def read(self, params: object) -> Hints:
@@ -106,44 +121,27 @@ class HintReader:
         given = params[SECTION]
         if not isinstance(given, dict):
             return Hints(ignored=1)
-        store, priority, pin = given.get("store"), given.get("priority"), given.get("pin")
-        ended, session, parent = given.get("ended"), given.get("session"), given.get("parent")
-        ttl_s = seconds_of(given.get("ttl"))
-        level = PRIORITIES.get(priority) if isinstance(priority, str) else None
-        may_pin = isinstance(pin, bool) and (self._longest_pin_s is not None or not pin)
-        truncation, report = given.get("truncation"), given.get("report")
-        moves = isinstance(truncation, bool) and (self._may_truncate or not truncation)
-        approximate, audit = given.get("approximate"), given.get("audit")
-        audits = isinstance(audit, bool) and (self._may_audit or not audit)
-        changes = isinstance(approximate, bool) and (self._may_approximate or not approximate)
-        applied = sum(
-            (
-                isinstance(store, bool),
-                level is not None,
-                ttl_s is not None,
-                may_pin,
-                moves,
-                changes,
-                audits,
-                isinstance(report, bool),
-                isinstance(ended, bool),
-                is_session(session),
-                is_session(parent),
-            )
-        )
-        times = [t for t in (self._longest_pin_s, self._ttl_s, ttl_s) if t is not None]
-        pin_s = min(times) if may_pin and pin and ended is not True else None
+        said: dict[str, Any] = {
+            key: given[key]
+            for key in KEYS
+            if makes_sense(key, given.get(key))
+            and not (given[key] is True and not self._may_be_true.get(key, True))
+        }
+        ended, ttl_s = said.get("ended", False), seconds_of(said.get("ttl"))
+        level = Priority.ENDED if ended else PRIORITIES[said.get("priority", "normal")]
+        times = [t for t in (self._longest_pin_s, self.ttl_s, ttl_s) if t is not None]
+        pin_s = min(times) if said.get("pin") and not ended else None
         return Hints(
-            store is not False,
-            Terms(Priority.ENDED if ended is True else level or Priority.NORMAL, ttl_s, pin_s),
-            truncation if moves else None,
-            approximate if changes else None,
-            report is True,
-            audits and audit is True,
-            applied,
-            len(given) - applied,
-            session if is_session(session) else None,
-            parent if is_session(parent) else None,
+            store=said.get("store", True),
+            terms=Terms(level, ttl_s, pin_s),
+            truncation=said.get("truncation"),
+            approximate=said.get("approximate"),
+            report=said.get("report", False),
+            audit=said.get("audit", False),
+            applied=len(said),
+            ignored=len(given) - len(said),
+            session=said.get("session"),
+            parent=said.get("parent"),
         )
 
 

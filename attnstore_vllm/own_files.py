@@ -15,7 +15,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -126,9 +127,20 @@ def _is_given_to_group(directory: Path) -> bool:
     return bool(os.stat(directory).st_mode & stat.S_ISGID)
 
 
+@contextmanager
+def errors_with(path: Path) -> Iterator[None]:
+    """An error of an open file has no path: it gets this one. Raises: OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def read_own(path: Path, most_bytes: int) -> bytes:
     """The content of a file of ours. Raises: NotOursError; OSError, also if it has more bytes."""
-    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+    with errors_with(path), os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes} bytes", str(path))
@@ -145,7 +157,7 @@ def replace_own(path: Path, data: bytes, *, durable: bool = False) -> None:
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)  # what a kill left, or a stranger's link: the name alone goes
     fd = open_own(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    with os.fdopen(fd, "wb") as file:
+    with errors_with(path), os.fdopen(fd, "wb") as file:
         file.write(data)
         if durable:
             file.flush()
@@ -155,7 +167,8 @@ def replace_own(path: Path, data: bytes, *, durable: bool = False) -> None:
         return
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(directory)
+        with errors_with(path.parent):
+            os.fsync(directory)
     finally:
         os.close(directory)
 

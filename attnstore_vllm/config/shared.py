@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from attnstore_vllm.config.deadlines import SHARED_DEADLINE
+from attnstore_vllm.config.secret_files import read_secret_file
 from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_off_or_size
 from attnstore_vllm.errors import ConfigError
 
@@ -29,6 +30,7 @@ so it never changes."""
 MOONCAKE_KEYS = {"master", "host", "metadata", "protocol", "devices"}
 _HOST_PORT = re.compile(r"\S+:\d{1,5}")
 _PREFIX = re.compile(r"[\x21-\x7e]{0,64}")
+PASSWORD_BYTES_MAX = 4096
 _SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -102,13 +104,19 @@ class SharedConfig:
 
 
 def read_password(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+    """The text of a file that its owner alone may read, but white space at its ends. Raises
+    ConfigError."""
+    what = f"shared.password_file is {str(path)!r}, which"
+    password = read_secret_file(path, what, "password", PASSWORD_BYTES_MAX)
+    if not 0 < len(password) <= PASSWORD_BYTES_MAX:
         raise ConfigError(
-            f"shared.password_file is {str(path)!r}, which cannot be read: {error}; give the "
-            "server's user the right to, or name another file"
-        ) from error
+            f"{what} has no password of 1 to {PASSWORD_BYTES_MAX} bytes; write the one that Redis "
+            "has"
+        )
+    try:
+        return password.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} is not UTF-8; write the password as Redis has it") from None
 
 
 def _redis_options(given: Mapping[str, Any]) -> dict[str, str]:

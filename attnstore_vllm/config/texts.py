@@ -317,7 +317,7 @@ SETTINGS = (
     ),
     Setting(
         "shared.password_file", "none", "absolute path",
-        "A file with the password for Redis.",
+        "A file with the password for Redis, which its owner alone may read.",
         "Set it where Redis has a password. vLLM writes one that is in the URL to its log.",
     ),
     Setting(

@@ -148,6 +148,8 @@ class _Held:
     num_tokens: int
     since: float
     until: float
+    last: float
+    """No longer in any case, also while its session waits for room."""
     saves_s: float
 
 
@@ -203,7 +205,7 @@ class Holding:
             return
         self._waiting.add(session)
         if session in self._held:  # until it has room, and no longer
-            self._held[session].until = left_at + self._longest_s
+            self._held[session].until = self._held[session].last
         if self._gaps.observe(now - left_at):
             self._gaps.fit(now - np.array([*self._away.values()]))
 
@@ -253,11 +255,19 @@ class Holding:
 
     # ---- holding -----------------------------------------------------------------------
 
-    def ended(self, session: int, num_tokens: int, computing_s: float, now: float) -> bool:
+    def ended(
+        self,
+        session: int,
+        num_tokens: int,
+        computing_s: float,
+        now: float,
+        most_s: float = math.inf,
+    ) -> bool:
         """A request has ended. Returns whether its blocks are held.
 
         Args:
             computing_s: for all of its tokens.
+            most_s: how long they may be held.
         """
         is_first = session in self._first
         self._first.discard(session)
@@ -275,7 +285,8 @@ class Holding:
             return False
         if is_first and self._is_guarded(now) and not self._fits(num_tokens):
             return False
-        self._held[session] = _Held(num_tokens, now, now + seconds, saves_s)
+        last = now + min(self._longest_s, most_s)
+        self._held[session] = _Held(num_tokens, now, min(now + seconds, last), last, saves_s)
         self.held_tokens += num_tokens
         self._join(session, num_tokens)
         return True

@@ -39,9 +39,13 @@ class LearnedBound(NamedTuple):
         steps = math.ceil(FACTOR * self.largest / STEP - 1e-9)
         return min(BOUND, max(LEAST, round(steps * STEP, 9)))
 
-    def and_one(self, distance: float) -> LearnedBound:
-        """With one more pair, that agreed."""
-        return LearnedBound(self.pairs + 1, max(self.largest, distance))
+    def and_one(self, distance: float, *, is_new: bool = True) -> LearnedBound:
+        """With one more pair, that agreed.
+
+        Args:
+            is_new: of a chunk that was not seen yet: PAIRS of one would say nothing of others.
+        """
+        return LearnedBound(self.pairs + is_new, max(self.largest, distance))
 
 
 def bounds_from(found: object, num_groups: int) -> list[LearnedBound]:

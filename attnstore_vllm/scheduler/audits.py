@@ -81,18 +81,18 @@ class Audits:
         is_new, is_untried = not state.counted.offered, audit.trial.awaits(pieces)
         is_drawn = is_new and state.may_save and not (rest and not is_untried)
         is_drawn &= state.moved is None and all(piece.first is None for piece in held)
+        drawn: list[Piece] = []
         if is_drawn:
             always = is_untried or state.hints.audit
             hit = self.draw.take(num_tokens, self._clock(), always=always)
-            is_drawn = hit is not None
             if hit is not None:
+                drawn = [p for p in held if audit.compares(p.group) and self._has_block(p)]
                 state.audited = tuple(
                     AuditedPiece(hit, p.chunk, p.chunk.dram, p.start, p.stop, p.group)
-                    for p in held
-                    if audit.compares(p.group)
+                    for p in drawn
                 )
         if is_untried and is_new and not state.computing.is_outdated:  # else none could be drawn
-            audit.put_off(pieces, is_drawn=is_drawn)
+            audit.put_off(pieces, drawn)
         return is_untried or bool(state.audited)
 
     def copy(self, state: RequestState, computed: int, tables: Tables) -> None:
@@ -107,8 +107,6 @@ class Audits:
             if piece.stop > computed:
                 continue
             runs = self._runs(piece, state.computing.first, computed, tables[piece.group])
-            if runs is None:
-                continue
             blocks = [range(at, at + len(block_ids)) for at, block_ids in runs]
             copy = self._store.begin_audit(piece.hit, piece.chunk, piece.was, blocks, piece.group)
             if copy is not None:
@@ -121,11 +119,16 @@ class Audits:
         self._plans.save(name, lasting, lora, adapter)
         self._plans.save(name, fleeting, lora, adapter, is_fleeting=True)
 
+    def _has_block(self, piece: Piece) -> bool:
+        """Whether a copy has some of it: a whole block, or the state. Else none is compared."""
+        size = self._geometry.groups[piece.group].block_tokens
+        return piece.group in self._states or -(-piece.start // size) < piece.stop // size
+
     def _runs(
         self, piece: AuditedPiece, start: int, computed: int, block_ids: Sequence[int]
-    ) -> list[tuple[int, tuple[int, ...]]] | None:
+    ) -> list[tuple[int, tuple[int, ...]]]:
         """Blocks that hold what this piece has, each run with its first place in a slot; empty if
-        they are not there any more, or were not computed. None: it has no whole block.
+        they are not there any more, or were not computed.
 
         Args:
             start: what is before it vLLM has got since, maybe from this very chunk.
@@ -134,10 +137,7 @@ class Audits:
         if piece.group in self._states:
             block = block_ids[(piece.stop - 1) // size]
             return [(0, (block,))] if piece.stop == computed and block else []
-        first, stop = -(-piece.start // size), piece.stop // size
-        if first >= stop:
-            return None
-        first = max(first, -(-start // size))
+        first, stop = -(-max(piece.start, start) // size), piece.stop // size
         if first >= stop:
             return []
         found = tuple(block_ids[first:stop])
@@ -148,3 +148,11 @@ class Audits:
         if not places:
             return [(at, found)]
         return [(copy.first, copy.block_ids) for copy in in_places(0, at, found, places)]
+
+
+def is_on_trial(store: Store, state: RequestState, pieces: Sequence[Piece]) -> bool:
+    """Whether the request may not have some of these yet. To be asked of all that is loaded and was
+    not held since Audits.takes() has let it pass: KV that was computed here may have left DRAM
+    since, and come up with other bytes. Approximate KV is not tried."""
+    audit = store.audit
+    return audit is not None and state.approximate is None and audit.trial.awaits(pieces)

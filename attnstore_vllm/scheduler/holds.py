@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,7 +24,10 @@ from typing import Any
 
 from attnstore_vllm.config.hbm_holds import HoldingConfig
 from attnstore_vllm.engine_facts import EngineFacts
+from attnstore_vllm.hint_sources import read as read_hints
+from attnstore_vllm.hints import HintReader
 from attnstore_vllm.policy.holding import SESSIONS_MAX, Holding
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.hidden_blocks import HiddenNames
@@ -84,13 +88,19 @@ class Holds:
 
     Args:
         computing_s: see Seconds.
+        hints: reads what a request says of its KV: it holds for HBM, too.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, config: HoldingConfig, computing_s: Seconds, clock: Clock = time.monotonic
+        self,
+        config: HoldingConfig,
+        computing_s: Seconds,
+        hints: HintReader,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._config, self.computing_s, self.clock = config, computing_s, clock
+        self._hints = hints
         self.holding: Holding | None = None
         """None: vLLM's pool is not known yet, or not as we know it."""
         self.pool: Any = None
@@ -200,14 +210,16 @@ class Holds:
         session = self._running.pop(request_id, None) if waiting is None else waiting.session
         if self.holding is None or session is None:
             return
-        left = self._left(request, blocks)
+        left, hints = self._left(request, blocks), read_hints(self._hints, request)
         is_over = getattr(request.status, "name", "") not in _ENDED
+        is_over |= hints.terms.priority is Priority.ENDED or not hints.store
         if waiting is not None or not left or is_over:
             self._forget(session)
             return
         now, tokens = self.clock(), len(left) * self._block_tokens
         self._follow(request.block_hashes[len(left) - 1], session, tokens)
-        if self.holding.ended(session, tokens, self.computing_s(tokens), now):
+        most_s = min(ttl or math.inf for ttl in (hints.terms.ttl_s, self._hints.ttl_s))
+        if self.holding.ended(session, tokens, self.computing_s(tokens), now, most_s):
             self.pool.touch(left)
             self.blocks[session] = left
             self.counts[HoldEvent.MADE] += 1
@@ -310,7 +322,11 @@ class Holds:
 
 
 def holds_of(
-    config: HoldingConfig | None, engine: EngineFacts, geometry: Geometry, costs: Costs
+    config: HoldingConfig | None,
+    engine: EngineFacts,
+    geometry: Geometry,
+    costs: Costs,
+    hints: HintReader,
 ) -> Holds | None:
     """None: nothing is held, by the settings or because it cannot be (then the log says why)."""
     if config is None:
@@ -323,7 +339,7 @@ def holds_of(
     if why_not is not None:
         logger.warning("holding is off, since %s", why_not)
         return None
-    return Holds(config, lambda tokens: costs.computing_s(0, tokens) or 0.0)
+    return Holds(config, lambda tokens: costs.computing_s(0, tokens) or 0.0, hints)
 
 
 def note_found(holds: Holds, store: Store, state: RequestState) -> None:

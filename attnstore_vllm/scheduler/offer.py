@@ -19,7 +19,7 @@ from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece, gaps_of, pieces_before
 from attnstore_vllm.index.sections import Reach
-from attnstore_vllm.scheduler.audits import Audits
+from attnstore_vllm.scheduler.audits import Audits, is_on_trial
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.documents import Documents
 from attnstore_vllm.scheduler.figures import GroupCounts, StepStats
@@ -411,6 +411,9 @@ class Offers:
             return offered  # it is of another adapter, or another session, by now
         pieces = self._store.hold_exactly(offered.pieces, offered.keys, offered.start, stop)
         self._store.release(piece.chunk for piece in offered.pieces)
+        if is_on_trial(self._store, state, pieces):
+            self._store.release(piece.chunk for piece in pieces)
+            pieces = []
         return replace(offered, pieces=pieces, rest=[])
 
     def _fail(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from attnstore_vllm.hint_sources import read_params
 from attnstore_vllm.hints import HintReader, Hints
 from attnstore_vllm.index.chunk import Chunk, InTier
 from attnstore_vllm.index.keys import (
@@ -325,7 +326,10 @@ class RequestState:
         may come in between."""
         sampling, terms = self.request.sampling_params, self.hints.terms
         extra = sampling.extra_args if sampling is not None else None
-        said = _LATER.read((extra or {}).get("kv_transfer_params"))
+        params = (extra or {}).get("kv_transfer_params")
+        if params is self.request.kv_transfer_params:
+            return  # the first input's: all that came with it was read then
+        said = read_params(_LATER, params)
         self.stores = self.stores and said.store
         ttl_s = said.terms.ttl_s
         if ttl_s is not None and (terms.ttl_s is None or ttl_s < terms.ttl_s):

@@ -22,7 +22,7 @@ from typing import Any
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.hint_sources import read as read_hints
-from attnstore_vllm.hints import NO_HINTS, SECTION, HintReader, PrefetchOrder, prefetch_order
+from attnstore_vllm.hints import SECTION, HintReader, PrefetchOrder, prefetch_order
 from attnstore_vllm.index.keys import RecentPrompts
 from attnstore_vllm.index.prefix import Piece, whole_blocks
 from attnstore_vllm.scheduler.adapters import NO_ADAPTER, Adapters
@@ -148,7 +148,7 @@ class Scheduler:
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
         self._hints, self._sessions = hint_reader(config), Sessions()
-        self.holds = holds_of(config.holding, engine, geometry, costs)
+        self.holds = holds_of(config.holding, engine, geometry, costs, self._hints)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         self._kv_cache_manager = manager
@@ -183,7 +183,7 @@ class Scheduler:
             self._media_of[request.request_id] = media
         state = self._begin(request, namespace, media)
         if isinstance(state, Cause):
-            hints = self._hints.read(params) if params else NO_HINTS
+            hints = read_hints(self._hints, request)
             self._left_alone[request.request_id] = LeftAlone(state, hints.report)
             if request.mm_features:
                 media.leave_alone(at_once=request.skip_reading_prefix_cache)

@@ -6,8 +6,8 @@
 
 Each part is held while workers copy it, as any load is, and the next is planned when all ranks have
 said that it is over. vLLM hears that the request is received with the last part. Where a chunk does
-not come (it was evicted, it is damaged, the disk is late), the blocks from it on are told to be
-missing with the last part, and vLLM computes them.
+not come (it was evicted, it is damaged or on trial, the disk is late), the blocks from it on are
+told to be missing with the last part, and vLLM computes them.
 
 One load at a time is in parts: two would wait for each other's room. The chunks that it is to load
 next, half of DRAM at most, are wanted before all that the queue wants: DRAM takes nothing for other
@@ -25,9 +25,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.index.chunk import State
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.audits import is_on_trial
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.open_plans import OpenPlans, plan_copies
@@ -172,10 +174,10 @@ class Stages:
             load.since = now
             self._want(load)
         part = load.rest[: self._part]
-        held = self._store.hold_ready(part, load.state.sequence, load.stop)
+        held = self._held(load.state, part, load.stop)
         if len(held) < len(part):
             is_late = now >= load.since + self._deadline_s
-            if not is_late and self._comes(part[len(held)].chunk):
+            if not is_late and self._comes(load.state, part[len(held)]):
                 self._store.release(piece.chunk for piece in held)
                 return part
             self._give_up(load, len(held), Cause.DEADLINE if is_late else Cause.LOST, stats)
@@ -188,10 +190,21 @@ class Stages:
         near = load.rest[: self._window]
         self._store.want_part(self._name, [p.chunk for p in near if not p.chunk.dropped])
 
-    def _comes(self, chunk: Chunk) -> bool:
-        """Whether it is on its way, or will be."""
+    def _held(self, state: RequestState, part: Sequence[Piece], stop: int) -> list[Piece]:
+        """Hold the leading pieces that are READY, up to the first that is on trial: its bytes have
+        come up since the hit was let pass."""
+        held = self._store.hold_ready(part, state.sequence, stop)
+        believed = takewhile(lambda piece: not is_on_trial(self._store, state, [piece]), held)
+        number = len(list(believed))
+        self._store.release(piece.chunk for piece in held[number:])
+        return held[:number]
+
+    def _comes(self, state: RequestState, piece: Piece) -> bool:
+        """Whether it is on its way, or will be, and may be loaded then."""
+        chunk = piece.chunk
         is_queued = self._store.has_missing(self._name)  # first: it may be taken from the queue now
-        return not chunk.dropped and (is_queued or chunk.dram.state is not State.ABSENT)
+        may_come = not chunk.dropped and (is_queued or chunk.dram.state is not State.ABSENT)
+        return may_come and not is_on_trial(self._store, state, [piece])
 
     def _give_up(self, load: _Parts, num_held: int, cause: Cause, stats: StepStats) -> None:
         """Only so many of the next pieces have come: vLLM computes what is behind them."""

@@ -9,6 +9,7 @@ the offer wants, the answer stays, as long as what was offered can still be held
 from __future__ import annotations
 
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.scheduler.audits import is_on_trial
 from attnstore_vllm.scheduler.request import Answered, RequestState
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager
 from attnstore_vllm.store.store import Store
@@ -48,13 +49,9 @@ class Untaken:
         offered = last.rest or last.pieces
         wanted = offered[-1].stop - local if offered else 0
         has_room = free_blocks > last.free_blocks and free_blocks * self._block_tokens >= wanted
-        goes_on = is_same and not has_room and not self._is_on_trial(state, last.pieces)
-        if goes_on and self._store.hold_again(last.pieces):
-            return last.pieces
+        if is_same and not has_room and self._store.hold_again(last.pieces):
+            if not is_on_trial(self._store, state, last.pieces):
+                return last.pieces
+            self._store.release(piece.chunk for piece in last.pieces)
         state.untaken = None
         return None
-
-    def _is_on_trial(self, state: RequestState, pieces: list[Piece]) -> bool:
-        """KV that was computed here may have left DRAM since, and come up with other bytes."""
-        audit = self._store.audit
-        return audit is not None and state.approximate is None and audit.trial.awaits(pieces)

@@ -58,6 +58,8 @@ class _Pair:
     blocks: Blocks
     is_void: bool = False
     """The copy has other bytes than were to be computed, or none."""
+    is_known: bool = False
+    """Another comparison has shown since that it is wrong, or that all of its tier is."""
 
 
 class Auditor:
@@ -120,16 +122,15 @@ class Auditor:
         """Whether KV of this group is compared."""
         return self.comparisons[group] is not None
 
-    def put_off(self, pieces: Sequence[Piece], *, is_drawn: bool) -> None:
+    def put_off(self, pieces: Sequence[Piece], drawn: Sequence[Piece]) -> None:
         """A request is computed, since these are not served yet. Takes the lock.
 
         Args:
-            is_drawn: they are compared.
+            drawn: those of them that are compared.
         """
         with self.context.progress:
-            if is_drawn:
-                self.trial.begin(pieces)
-            over = self.trial.put_off(pieces)
+            self.trial.begin(drawn)
+            over = self.trial.put_off(pieces, self.context.clock())
         for tier in over:
             logger.warning(
                 "AttnStore could not compare what it found in %s with what the model computes, and "
@@ -168,7 +169,8 @@ class Auditor:
         copy: Chunk | None = None
         is_there = stored.dram is was and was.state is State.READY and not stored.dropped
         has_place = len(self._copying) + len(self._waiting) < most and not self.is_stopped
-        if blocks and is_there and has_place:
+        is_known = self.trial.has_agreed(stored.brought_by, group, stored.name.key)
+        if blocks and is_there and has_place and not is_known:
             copy = self._begin_copy(stored)
         if copy is None:
             residency.counts[Event.NOT_COMPARED] += 1
@@ -272,7 +274,7 @@ class Auditor:
                 residency.counts[Event.NOT_COMPARED] += 1
             elif found is None:
                 residency.counts[Event.AGREED] += 1
-                self.trial.agreed(tier, pair.group)
+                self.trial.agreed(tier, pair.group, pair.stored.name.key)
             else:
                 residency.counts[Event.DIFFERED] += 1
             if hits is not None and not is_void:
@@ -284,7 +286,10 @@ class Auditor:
             self._learn(pair)
         elif not is_void:
             self._tell(pair, found)
-            self._fail(tier) if fails else self._count(pair.hit)
+            if fails:
+                self._fail(tier)
+            elif not pair.is_known:
+                self._count(pair.hit)
         with context.progress:
             residency.release(pair.stored)
             residency.release(pair.copy)
@@ -303,7 +308,13 @@ class Auditor:
             self._leaving.append(chunk)
         self._forget(chunk)
         self.context.residency.drop(chunk)
+        self._know(lambda stored: stored is chunk)
         self.has_removed |= not self.trial.is_open(chunk.brought_by)  # no request had that
+
+    def _know(self, is_wrong: Callable[[Chunk], bool]) -> None:
+        """Locked. What others compare of these chunks tells nothing new."""
+        for pair in (*self._copying.values(), *self._waiting):
+            pair.is_known |= is_wrong(pair.stored)
 
     def _forget(self, chunk: Chunk) -> None:
         for io in self._tiers:
@@ -332,7 +343,7 @@ class Auditor:
         comparison = self._comparison(pair)
         is_of_others = pair.stored.brought_by or pair.stored.origin
         if comparison.sides is not None and not (pair.is_void or is_of_others):
-            self._bounds.note(pair.group, comparison.largest)
+            self._bounds.note(pair.group, pair.stored.name.key, comparison.largest)
 
     def _tell(self, pair: _Pair, found: Difference) -> None:
         """Say it, and keep the bytes. The slots are held."""
@@ -376,6 +387,7 @@ class Auditor:
             for chunk in residency.index.all_live():
                 if chunk.brought_by == tier:
                     residency.drop(chunk)
+            self._know(lambda stored: stored.brought_by == tier)
             if is_own:
                 self.context.moved.clear()
         if is_own:

@@ -7,8 +7,8 @@ is believed, and hits on it are drawn as all are. One that differs ends it: noth
 served (auditor.py).
 
 What this process has written and reads back is no part of it: that it agrees says nothing of the
-rest. It has a limit: what cannot be compared after PUT_OFF_MAX requests is served uncompared, and
-told.
+rest. It has a limit: what cannot be compared in PUT_OFF_MAX requests, and PUT_OFF_S after the last
+of these, is served uncompared, and told.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from dataclasses import dataclass, field
 
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.types import Key
 
 TRIED_CHUNKS = 4
 """Chunks of each tier and KV cache group: 1,024 tokens, where they have the usual size. Of a hit
 that has fewer, all."""
 PUT_OFF_MAX = 64
+PUT_OFF_S = 60.0
+"""A burst has as many requests before the first of them is computed, and could be compared. So has
+one that comes long after a request that could not be."""
 
 
 @dataclass(slots=True)
@@ -32,11 +36,16 @@ class _Tried:
 
     needed: dict[int, int] = field(default_factory=dict)
     """By group: chunks that are to agree, once a hit has had some."""
-    agreed: Counter[int] = field(default_factory=Counter)
+    agreed: dict[int, set[Key]] = field(default_factory=dict)
+    """By group: chunks that have, TRIED_CHUNKS at most. Many requests may have one of them compared
+    at once, which says nothing of the others."""
     put_off: int = 0
+    full_at: float = 0.0
+    """When the last of PUT_OFF_MAX requests was put off."""
 
     def has_passed(self, group: int) -> bool:
-        return group in self.needed and self.agreed[group] >= self.needed[group]
+        agreed = self.agreed.get(group, ())
+        return group in self.needed and len(agreed) >= self.needed[group]
 
 
 class TierTrial:
@@ -80,23 +89,33 @@ class TierTrial:
             if tier in self._open:
                 self._open[tier].needed.setdefault(group, min(count, TRIED_CHUNKS))
 
-    def put_off(self, pieces: Sequence[Piece]) -> list[str]:
+    def put_off(self, pieces: Sequence[Piece], now: float) -> list[str]:
         """A request is computed for it. Returns tiers that are served uncompared from now on."""
-        over = []
-        for tier in {self._source_of(piece.chunk) for piece in pieces} & self._open.keys():
+        over, tiers = [], self._open
+        for tier in {self._source_of(p.chunk) for p in pieces if self._is_untried(tiers, p)}:
             tried = self._open[tier]
             tried.put_off += 1
-            if tried.put_off >= PUT_OFF_MAX:
+            if tried.put_off == PUT_OFF_MAX:
+                tried.full_at = now
+            if tried.put_off >= PUT_OFF_MAX and now >= tried.full_at + PUT_OFF_S:
                 over.append(tier)
                 self.close(tier)
         return over
 
-    def agreed(self, tier: str, group: int) -> None:
+    def has_agreed(self, tier: str, group: int, key: Key) -> bool:
+        """Whether this chunk has, while the tier waits for others: they are to be compared, also
+        where there is room for few copies."""
+        tried = self._open.get(tier)
+        return tried is not None and key in tried.agreed.get(group, ())
+
+    def agreed(self, tier: str, group: int, key: Key) -> None:
         """A chunk that this tier brought up is what was computed."""
         tried = self._open.get(tier)
         if tried is None:
             return
-        tried.agreed[group] += 1
+        agreed = tried.agreed.setdefault(group, set())
+        if len(agreed) < TRIED_CHUNKS:
+            agreed.add(key)
         if all(tried.has_passed(group) for group in self._groups):
             self.close(tier)
 

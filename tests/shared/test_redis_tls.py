@@ -77,6 +77,7 @@ def given(tmp_path: Path, own: Certificate) -> Callable[..., SharedConfig]:
 
     def parse(server: NetworkStore, password: str = PASSWORD, **other: Any) -> SharedConfig:
         (tmp_path / "password").write_text(f"{password}\n")
+        (tmp_path / "password").chmod(0o600)
         where = other.pop("where", "rediss://kv@127.0.0.1:{port}/0").format(port=server.port)
         shared = {"redis": where, "password_file": str(tmp_path / "password"),
                   "ca": str(own.crt), "deadline": "3s"}  # fmt: skip

@@ -109,6 +109,49 @@ def test_an_id_that_makes_no_sense_is_none(value: Any) -> None:
     assert (found.session, found.ignored) == ("k", 1)
 
 
+GOOD: dict[str, tuple[Any, Hints]] = {
+    "store": (False, Hints(store=False, applied=1)),
+    "priority": ("low", Hints(terms=Terms(Priority.LOW), applied=1)),
+    "ttl": (60, Hints(terms=Terms(ttl_s=60.0), applied=1)),
+    "truncation": (True, Hints(truncation=True, applied=1)),
+    "approximate": (False, Hints(approximate=False, applied=1)),
+    "report": (True, Hints(report=True, applied=1)),
+    "ended": (True, Hints(terms=Terms(Priority.ENDED), applied=1)),
+    "audit": (False, Hints(applied=1)),
+    "pin": (True, Hints(terms=Terms(pin_s=3600.0), applied=1)),
+    "session": ("a", Hints(session="a", applied=1)),
+    "parent": ("b", Hints(parent="b", applied=1)),
+}
+"""Of each key a hint, and what it means."""
+
+
+@pytest.mark.parametrize("bad", [None, "1 hour", 0, [], {}, DEEP], ids=type)
+@pytest.mark.parametrize("key", KEYS)
+def test_what_makes_no_sense_hides_no_other_sources_hint(key: str, bad: Any) -> None:
+    """In our own section, in vLLM's envelope, and in an action before another."""
+    if key in ("session", "parent") and isinstance(bad, str):
+        return
+    good, expected = GOOD[key]
+    ours, theirs = action({key: bad}), action({key: good})
+    told = as_struct(envelope(ours))
+    for found in (
+        hints({"attnstore": {key: bad}, "kv_hint": envelope(theirs)}),
+        hints({"kv_hint": envelope(theirs)}, kv_hints=told),
+        hints({"kv_hint": envelope(ours, theirs)}),
+    ):
+        assert found == expected.with_ignored(1)
+
+
+@pytest.mark.parametrize("bad", [None, "1 hour", -5])
+def test_a_ttl_that_makes_no_sense_leaves_the_agents(bad: Any) -> None:
+    agent = {"cache_control": {"ttl": "5m"}}
+    for params in (
+        {"attnstore": {"ttl": bad}, "agent_hint": agent},
+        {"kv_hint": envelope(action({"ttl": bad})), "agent_hint": agent},
+    ):
+        assert hints(params) == Hints(terms=Terms(ttl_s=300.0), applied=1, ignored=1)
+
+
 @pytest.mark.parametrize("value", [7, "x", [], [[]], DEEP, float("nan")], ids=type)
 def test_what_is_no_envelope(value: Any) -> None:
     for key in ("kv_hint", "agent_hint"):

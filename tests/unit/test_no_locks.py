@@ -276,24 +276,7 @@ def test_each_call_on_the_directory_fails_once(shim: Path, tmp_path: Path) -> No
     assert told == "told" and int(refused) > 20
 
 
-NO_PATH = "errors of open files have no path: own_files.read_own, replace_own; peers/generation.py"
-NOT_SAID = (
-    "shared_generation.load says nothing of a file that cannot be read, and own_files no path"
-)
-DEVICE_ERROR = "NodeDisk lets DeviceError out where its docstring says MachineError"
-GAPS = {"weights": NO_PATH, "siblings": NO_PATH, "shared": NOT_SAID, "node": DEVICE_ERROR}
-"""What the package does not tell yet."""
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(use, marks=pytest.mark.xfail(strict=True, reason=GAPS[use]))
-        if use in GAPS
-        else use
-        for use in ("weights", "siblings", "shared", "node", "trace", "uring")
-    ],
-)
+@pytest.mark.parametrize("use", ["weights", "siblings", "shared", "node", "trace", "uring"])
 def test_each_call_on_each_file_is_told_with_its_path(use: str, shim: Path, tmp_path: Path) -> None:
     """weights.json, the generations of siblings and of the shared tier, node.bin, the trace, and
     the slab under io_uring. A failed call is told with its path, or is no loss."""

@@ -25,9 +25,10 @@ SHAPE = replace(SMALL, layers=2)
 BLOCKS = 40
 LENGTH = 3 * BLOCK + 20
 GAP_S = 0.02
-ALONE = {"kv_transfer_params": {"attnstore": {"store": False}}}
-"""Tiers have nothing of it: what HBM loses is computed again."""
-HOLDING = {"holding": {"longest": "300s"}, "compute_if_sooner": True}
+SALTED = {"share": "salted"}
+"""Of requests without a salt tiers have nothing: what HBM loses is computed again."""
+SALT = "a tenant"
+HOLDING = {**SALTED, "holding": {"longest": "300s"}, "compute_if_sooner": True}
 EXACT = {"dtype": "float32"}
 """Prompts are split where hits end: so that no token hangs on rounding."""
 
@@ -56,27 +57,27 @@ def learn(engine: Engine) -> None:
     """Sessions come back soon. What steps cost is known before."""
     set_clock(engine, 0.0)
     for number in range(30):
-        engine.ask(random_tokens(("step", number), 40 + 50 * (number % 9)), extra_args=ALONE)
+        engine.ask(random_tokens(("step", number), 40 + 50 * (number % 9)))
     for number in range(10):
-        text, _ = turn(engine, [], ("early", number), extra_args=ALONE)
+        text, _ = turn(engine, [], ("early", number))
         set_clock(engine, GAP_S)
-        turn(engine, text, ("early again", number), extra_args=ALONE)
+        turn(engine, text, ("early again", number))
     holds_of(engine).clear()
 
 
 def overrun(engine: Engine) -> None:
     """More than all of HBM, by others. Nothing tells that a session is away longer than usual."""
     for number in range(2 * BLOCKS // 8):
-        engine.ask(random_tokens(("other", number), 8 * BLOCK - 20), extra_args=ALONE)
+        engine.ask(random_tokens(("other", number), 8 * BLOCK - 20))
 
 
 def come_back(engine: Engine) -> Mapping[str, Any]:
     if engine.side.holds is not None:
         forget_returns(engine)
-    text, _ = turn(engine, [], "one", extra_args=ALONE)
+    text, _ = turn(engine, [], "one")
     held = holds_of(engine).held_tokens if engine.side.holds is not None else 0
     overrun(engine)
-    _, again = turn(engine, text, "two", extra_args=ALONE)
+    _, again = turn(engine, text, "two")
     engine.drain()
     return {"held": held, "found": again.cached_tokens, "whole": len(text) // BLOCK * BLOCK}
 
@@ -91,7 +92,7 @@ def talk(engine: Engine) -> tuple[list[Answer], int]:
             for one in (pair, pair + 1):
                 size = LENGTH if not round_ else 150
                 texts[one] += random_tokens(("talk", one, round_), size)
-                asked[one] = engine.submit(texts[one], max_tokens=8)
+                asked[one] = engine.submit(texts[one], max_tokens=8, salt=SALT)
             for one, answer in zip(asked, engine.finish(*asked.values()), strict=True):
                 texts[one] += answer.tokens
                 found.append(answer)
@@ -109,7 +110,7 @@ def talk(engine: Engine) -> tuple[list[Answer], int]:
 def reset(engine: Engine, how: str) -> tuple[int, int, int]:
     """Tokens held before and after, and blocks that are still used after that."""
     forget_returns(engine)
-    turn(engine, [], ("reset", how), extra_args=ALONE)
+    turn(engine, [], ("reset", how))
     holds = holds_of(engine)
     before = holds.held_tokens
     if how == "reset":
@@ -128,7 +129,7 @@ def reset(engine: Engine, how: str) -> tuple[int, int, int]:
 
 def let_go(engine: Engine) -> None:
     set_clock(engine, 1e6)
-    engine.ask(random_tokens("later", 40), extra_args=ALONE)
+    engine.ask(random_tokens("later", 40))
     holds_of(engine).clear()
     engine.check_quiet()
 
@@ -148,7 +149,7 @@ def told(engine: Engine, tier: str) -> list[tuple[int, int, float]]:
         seen.append((arrived.history, arrived.loaded_tokens, arrived.load_s))
 
     for number in range(6):
-        text, _ = turn(engine, [], (tier, number))
+        text, _ = turn(engine, [], (tier, number), salt=SALT)
         engine.settle()
         while holds.make_room("another"):
             pass
@@ -158,7 +159,7 @@ def told(engine: Engine, tier: str) -> list[tuple[int, int, float]]:
         if tier == "nvme":
             engine.evict_dram()
         holds.found = found  # type: ignore[method-assign]
-        turn(engine, text, (tier, number, "again"))
+        turn(engine, text, (tier, number, "again"), salt=SALT)
         holds.found = find  # type: ignore[method-assign]
         holds.clear()
     return seen
@@ -174,13 +175,24 @@ def forget_returns(engine: Engine) -> None:
 def leave_held(engine: Engine) -> int:
     """Tokens."""
     forget_returns(engine)
-    turn(engine, [], "last", extra_args=ALONE)
+    turn(engine, [], "last")
     return holds_of(engine).held_tokens
 
 
 def is_held(engine: Engine, seed: object) -> bool:
-    turn(engine, [], seed, extra_args=ALONE)
+    turn(engine, [], seed)
     found = holds_of(engine).held_tokens > 0
+    holds_of(engine).clear()
+    return found
+
+
+def leaves_nothing(engine: Engine, hints: dict[str, bool]) -> bool:
+    """Whether nothing is held of a request with these hints, though as much pays without them."""
+    forget_returns(engine)
+    assert is_held(engine, "without hints")
+    given = {"extra_args": {"kv_transfer_params": {"attnstore": hints}}}
+    turn(engine, [], ("hints", *hints), **given)
+    found = holds_of(engine).held_tokens == 0
     holds_of(engine).clear()
     return found
 
@@ -219,7 +231,7 @@ def cascades(engine: Engine) -> list[str | None]:
 @pytest.fixture(scope="module")
 def plain(start_engine: StartEngine) -> tuple[Mapping[str, Any], Any, list[str]]:
     """An engine without holding: a return, a talk, and what it wraps."""
-    host = start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT)
+    host = start_engine(shape=SHAPE, blocks=BLOCKS, vllm=EXACT, settings=SALTED)
     return host.call(come_back), host.call(talk), host.call(wrapped)
 
 
@@ -279,6 +291,11 @@ def test_what_tiers_have_is_told(engine: EngineHost, tier: str) -> None:
     assert len(seen) >= 6
     assert all(history == tokens == LENGTH // BLOCK * BLOCK for history, tokens, _ in seen)
     assert (seen[-1][2] > 0) is (tier == "nvme")
+
+
+@pytest.mark.parametrize("hints", [{"store": False}, {"ended": True}])
+def test_what_is_to_leave_nothing_is_not_held(engine: EngineHost, hints: dict[str, bool]) -> None:
+    assert engine.call(leaves_nothing, hints)
 
 
 def test_nothing_is_held_that_dram_brings_back_at_once(engine: EngineHost) -> None:

@@ -146,7 +146,10 @@ class NodeDisk:
         self._path = directory / FILE_NAME
         _allocate(self._path, self.num_records * self._record_bytes + PAGE_BYTES)
         region = (pool.address, pool.num_slots * pool.slot_bytes)
-        self._device, self.kind = open_device(self._path, DEPTH, io, [region])
+        try:
+            self._device, self.kind = open_device(self._path, DEPTH, io, [region])
+        except DeviceError as error:
+            raise MachineError(f"nvme.path: {error}; check the disk") from error
         self._requests = DiskRequests(self._device, deadline_s, time.monotonic)
         self._pages: list[memoryview] = []
         """Free ones: as many as were ever in flight."""

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from attnstore_vllm.own_files import (
+    errors_with,
     make_directory,
     open_own,
     read_own,
@@ -130,14 +131,15 @@ class Generation:
         make_directory(self._group.parent)
         fd = open_own(self._group, os.O_RDWR | os.O_CREAT)
         try:
-            _lock(fd)
-            found = os.pread(fd, SIZE_BYTES, 0)
-            if len(found) != SIZE_BYTES or is_left(found):
-                found = secrets.token_bytes(SIZE_BYTES)
-                os.pwrite(fd, found, 0)
-            fcntl.flock(fd, fcntl.LOCK_UN)  # others wait for it less long than a disk may take
-            os.fsync(fd)
-            return found
+            with errors_with(self._group):
+                _lock(fd)
+                found = os.pread(fd, SIZE_BYTES, 0)
+                if len(found) != SIZE_BYTES or is_left(found):
+                    found = secrets.token_bytes(SIZE_BYTES)
+                    os.pwrite(fd, found, 0)
+                fcntl.flock(fd, fcntl.LOCK_UN)  # others wait for it less long than a disk may take
+                os.fsync(fd)
+                return found
         finally:
             os.close(fd)
 

@@ -26,6 +26,7 @@ same directory is reset when its servers are, and not with these.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import struct
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from typing import NamedTuple
 
 from attnstore_vllm.own_files import read_own, replace_own, take_old_name
 from attnstore_vllm.tiers.shared.secret import SEAL_BYTES, SharedKeys
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"ASGEN002"
 ANCHOR_BYTES = 16
@@ -45,6 +48,8 @@ lost all that it had so many times."""
 OLD_FILE_NAME = "shared-generation.json"
 """A version before had one for all namespaces: the first that starts takes it."""
 FILE_BYTES_MAX = 1 << 20
+_DAMAGED = ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError
+"""Errors of from_json(), and those of json for what lies too deep."""
 _BODY = struct.Struct(f"<8s{ANCHOR_BYTES}sQ")
 
 
@@ -211,9 +216,8 @@ def load(directory: Path, namespace: bytes) -> SharedGeneration:
         return from_json(read_own(path, FILE_BYTES_MAX).decode())
     except FileNotFoundError:
         return SharedGeneration()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return SharedGeneration(must_renew=True)
-    except (OverflowError, RecursionError):
+    except (OSError, *_DAMAGED) as error:
+        logger.warning("%s cannot be used (%s): all that the shared tier has is old", path, error)
         return SharedGeneration(must_renew=True)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.config.settings import StoreConfig
-from attnstore_vllm.config.shared import COMMON_KEYS, KINDS, MOONCAKE_KEYS, SharedConfig
+from attnstore_vllm.config.shared import (
+    COMMON_KEYS,
+    KINDS,
+    MOONCAKE_KEYS,
+    PASSWORD_BYTES_MAX,
+    SharedConfig,
+)
 from attnstore_vllm.errors import ConfigError
 
 BARE: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity": "2GiB"}}
@@ -53,11 +60,40 @@ def test_a_password_is_in_no_message_and_in_no_text_of_the_settings() -> None:
 
 def test_a_password_file_is_read_for_the_client_alone(tmp_path: Path) -> None:
     file = tmp_path / "password"
-    file.write_text("secret\n")
-    config = parsed({"redis": "redis://h", "password_file": str(file)})
+    config = with_password(file, b"secret\n")
     assert config.for_client()["redis"]["password"] == "secret"
     file.unlink()
     with pytest.raises(ConfigError, match="password_file"):
+        config.for_client()
+
+
+def with_password(file: Path, text: bytes, mode: int = 0o400) -> SharedConfig:
+    file.write_bytes(text)
+    file.chmod(mode)
+    return parsed({"redis": "redis://h", "password_file": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        (b"hidden", 0o444, "mode 0444"),
+        (b"hidden", 0o666, "mode 0666"),
+        (b"hidden\xff", 0o400, "not UTF-8"),
+        (b" \n", 0o400, "has no password"),
+        (b"hidden" * PASSWORD_BYTES_MAX, 0o400, "has no password"),
+    ],
+)
+def test_a_password_file_that_is_none(tmp_path: Path, text: bytes, mode: int, said: str) -> None:
+    config = with_password(tmp_path / "password", text, mode)
+    with pytest.raises(ConfigError, match=rf"shared\.password_file is .*{said}") as refused:
+        config.for_client()
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_pipe_in_the_place_of_a_password_hangs_no_start(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    config = parsed({"redis": "redis://h", "password_file": str(tmp_path / "pipe")})
+    with pytest.raises(ConfigError, match="no regular file"):
         config.for_client()
 
 

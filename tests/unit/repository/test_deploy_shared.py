@@ -84,7 +84,8 @@ def test_a_compose_file_shares_by_the_store_that_it_starts(name: str) -> None:
         assert ACL in services["cache"]["command"][-1].replace("$$", "$")
         assert str(shared.password_file) == "/run/secrets/redis"
         assert services["cache"]["secrets"] == ["redis"], "what it keeps it cannot seal"
-        assert "redis" in services["one"]["secrets"]
+        for one in ("one", "two"):
+            assert {"source": "redis", "mode": 0o400} in services[one]["secrets"]
     assert str(shared.secret_file) == "/run/secrets/attnstore"
     assert all("attnstore" in services[one]["secrets"] for one in ("one", "two"))
     assert compose["secrets"]["attnstore"] == {"file": "/etc/attnstore-secret"}
@@ -183,6 +184,8 @@ def test_servers_of_a_cluster_share_by_the_store_that_is_there(store: str) -> No
             assert path is None or str(Path(path).parent) in mounts
     (secret,) = (one["secret"] for one in pod["volumes"] if one["name"] == "secret")
     assert secret == {"secretName": "attnstore-secret", "defaultMode": 0o400}
+    (client,) = (one["secret"] for one in pod["volumes"] if one["name"] == "redis")
+    assert client["defaultMode"] == 0o400
     jobs = yaml.safe_load(made["ConfigMap", "attnstore-prometheus"]["data"]["prometheus.yml"])
     (name,) = jobs["scrape_configs"][0]["dns_sd_configs"][0]["names"]
     assert made["Service", name]["spec"]["clusterIP"] == "None"

@@ -24,6 +24,7 @@ from attnstore_vllm.index.chunk import ChunkName
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.scheduler.saving import Saving
+from attnstore_vllm.store import trial
 from attnstore_vllm.store.trial import PUT_OFF_MAX
 from attnstore_vllm.types import NVME, TOKEN_BYTES, Cause, Event
 from tests.helpers import (
@@ -231,8 +232,11 @@ def test_who_comes_while_a_trial_goes_on_is_not_served_either(start: Start) -> N
     assert world.serves(tokens, "three") == 2 * CHUNK
 
 
-def test_a_trial_that_cannot_be_held_ends(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trial_that_cannot_be_held_ends(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests that leave nothing cannot be compared: they are computed, so many of them."""
+    monkeypatch.setattr(trial, "PUT_OFF_S", 0.0)
     world = start(rate=1e-9, slots=16)
     tokens = tokens_of(1, 2 * CHUNK + 1)
     nvme_alone(world, tokens)

@@ -481,3 +481,16 @@ def on_nvme(world: StepWorld) -> StepWorld:
     world.rig.until_idle()
     push_out_of_dram(world.rig, device(world), world.rig.dram_slots)
     return world
+
+
+def test_a_request_that_is_left_alone_gets_its_report_by_any_standard(start: Start) -> None:
+    action = {"action_type": "attnstore.hints", "action_version": "1", "payload": {"report": True}}
+    for params in ({"kv_hint": {"actions": [action]}}, {"attnstore": {"report": True}}):
+        world = start()
+        alone = world.request("one", tokens_of(1, LENGTH), skip_reading_prefix_cache=True)
+        alone.kv_transfer_params = params
+        world.come(alone)
+        world.start(alone, 0)
+        world.end_step(alone)
+        said = world.end(alone)
+        assert said is not None and said["attnstore"]["why_computed"] == "bypass"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.config.hbm_holds import HoldingConfig
+from attnstore_vllm.hints import HintReader
 from attnstore_vllm.policy import holding as policy
 from attnstore_vllm.scheduler import holds as module
 from attnstore_vllm.scheduler.figures import StepStats
@@ -87,11 +88,15 @@ class World:
     config: HoldingConfig = field(default_factory=HoldingConfig)
     now: float = 0.0
     num: int = 0
+    ttl_s: float | None = None
+    """The server's."""
 
     def __post_init__(self) -> None:
         self.manager = Manager()
         self.pool = self.manager.block_pool
-        self.holds = Holds(self.config, lambda tokens: S * tokens, lambda: self.now)
+        self.holds = Holds(
+            self.config, lambda tokens: S * tokens, HintReader(self.ttl_s), lambda: self.now
+        )
         self.holds.bind(self.manager)
 
     def come(self, name: str, num_blocks: int) -> Any:
@@ -114,17 +119,18 @@ class World:
         self.pool.free_blocks(blocks)
         self.holds.end_step(is_empty=False)
 
-    def turn(self, name: str, num_blocks: int) -> None:
+    def turn(self, name: str, num_blocks: int, params: Any = None) -> None:
         request = self.come(name, num_blocks)
+        request.kv_transfer_params = params
         blocks = self.start(request)
         assert blocks is not None
         self.end(request, blocks)
 
-    def learn(self) -> None:
-        """So many sessions come back after a second that it is known."""
+    def learn(self, gap_s: float = 1.0) -> None:
+        """So many sessions come back after so long that it is known."""
         for number in range(policy.RETURNS_MIN):
             self.turn(f"early {number}", TURN)
-            self.now += 1.0
+            self.now += gap_s
             self.turn(f"early {number}", 2 * TURN)
         self.now += 60
         self.holds.end_step(is_empty=False)
@@ -198,6 +204,49 @@ def test_what_is_aborted_is_not_held(world: World, status: str) -> None:
     request.status.name = status
     assert blocks is not None
     world.end(request, blocks)
+    assert not world.held and len(world.pool.free) == ROOM
+
+
+ACTION = {"action_type": "attnstore.hints", "action_version": "1", "payload": {"store": False}}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"attnstore": {"store": False}},
+        {"attnstore": {"ended": True}},
+        {"kv_hint": {"actions": [ACTION]}},
+    ],
+)
+def test_what_is_to_leave_nothing_is_not_held(world: World, params: Any) -> None:
+    world.turn("a", TURN)
+    world.turn("a", 2 * TURN, params)
+    assert not world.held and len(world.pool.free) == ROOM
+
+
+@pytest.mark.parametrize(
+    ("server_s", "params"),
+    [
+        (None, {"attnstore": {"ttl": 5}}),
+        (None, {"agent_hint": {"cache_control": {"ttl": "5s"}}}),
+        (5.0, {"attnstore": {"ttl": "1h"}}),
+        (5.0, None),
+    ],
+)
+@pytest.mark.parametrize("is_back", [False, True])
+def test_no_hold_outlasts_a_ttl(server_s: float | None, params: Any, is_back: bool) -> None:
+    """Nor while its session waits for room."""
+    world = World(ttl_s=server_s)
+    world.holds.computing_s = float  # so much that a hold pays for long
+    world.learn(gap_s=20.0)
+    world.turn("a", TURN, params)
+    world.now += 4.9
+    if is_back:
+        world.come("a", 2 * TURN)
+    world.holds.end_step(is_empty=False)
+    assert world.held == TURN
+    world.now += 0.2
+    world.holds.end_step(is_empty=False)
     assert not world.held and len(world.pool.free) == ROOM
 
 
@@ -290,7 +339,7 @@ def test_figures(world: World) -> None:
 
 
 def test_a_pool_that_is_not_known_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    holds = Holds(HoldingConfig(), lambda tokens: S * tokens)
+    holds = Holds(HoldingConfig(), lambda tokens: S * tokens, HintReader())
     manager: Any = SimpleNamespace(block_pool=SimpleNamespace())
     holds.bind(manager)
     assert "holding is off" in caplog.text and not hasattr(manager, "allocate_slots")

@@ -21,7 +21,12 @@ GREETING = 2 * CHUNK + 8
 
 
 def said(**hints: Any) -> Any:
-    extra = {"kv_transfer_params": {"attnstore": hints}} if hints else None
+    return saying({"attnstore": hints} if hints else None)
+
+
+def saying(params: Any) -> Any:
+    """An input whose kv_transfer_params are these."""
+    extra = {"kv_transfer_params": params} if params else None
     return SimpleNamespace(prompt_logprobs=None, skip_reading_prefix_cache=False, extra_args=extra)
 
 
@@ -34,11 +39,15 @@ def say_more(world: StepWorld, session: Any, tokens: list[int], **hints: Any) ->
 
 def say(world: StepWorld, session: Any, tokens: list[int], **hints: Any) -> None:
     """A later input comes, and is computed in one step."""
+    say_so(world, session, tokens, said(**hints))
+
+
+def say_so(world: StepWorld, session: Any, tokens: list[int], sampling: Any) -> None:
     before = session.num_tokens
     session.all_token_ids += tokens
     session.num_prompt_tokens = session.num_tokens
     session.arrival_time += 1.0
-    session.sampling_params = said(**hints)
+    session.sampling_params = sampling
     world.tables["session"] = list(range(1, 2 + session.num_tokens // BLOCK))
     told = {"session": (before, session.num_tokens - before)}
     world.report(world.side.build_step(output({}, told)))
@@ -46,10 +55,13 @@ def say(world: StepWorld, session: Any, tokens: list[int], **hints: Any) -> None
 
 
 def begin(world: StepWorld, tokens: list[int], **hints: Any) -> Any:
-    params = {"attnstore": hints} if hints else None
-    session = world.request(
-        "session", tokens, resumable=True, sampling_params=said(**hints), kv_transfer_params=params
-    )
+    return begin_so(world, tokens, {"attnstore": hints} if hints else None)
+
+
+def begin_so(world: StepWorld, tokens: list[int], params: Any, **given: Any) -> Any:
+    """As vLLM does it: the request has the first input's kv_transfer_params for good."""
+    given |= {"sampling_params": saying(params), "kv_transfer_params": params}
+    session = world.request("session", tokens, resumable=True, **given)
     world.come(session)
     world.start(session, world.answer(session))
     world.end_step(session)
@@ -133,3 +145,48 @@ def test_a_ttl_that_another_input_follows(count: int, monkeypatch: pytest.Monkey
             found.add(None if lease is None else lease.ttl_s)
     world.close()
     assert found == {5}
+
+
+def envelope(**hints: Any) -> dict[str, Any]:
+    ours = {"action_type": "attnstore.hints", "action_version": "1", "payload": hints}
+    return {"kv_hint": {"actions": [ours]}}
+
+
+@pytest.mark.parametrize(
+    ("params", "leaves"),
+    [
+        (envelope(store=False), set()),
+        (envelope(ttl=5), {5.0}),
+        ({"agent_hint": {"cache_control": {"ttl": "5s"}}}, {5.0}),
+    ],
+    ids=["kv_hint's store", "kv_hint's ttl", "agent_hint's ttl"],
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_hints_of_other_standards(
+    params: Any, leaves: set[float], last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last input, and of one that another follows."""
+    world = StepWorld(monkeypatch)
+    session = begin(world, tokens_of(1, GREETING))
+    say_so(world, session, tokens_of(2, 2 * CHUNK), saying(params))
+    if not last:
+        say(world, session, tokens_of(3, 2 * CHUNK))
+    world.finish(session)
+    world.end_step()
+    residency = world.store.residency
+    leases = [residency.run_of(one).lease for one in residency.index if one.name.end > GREETING]
+    world.close()
+    assert {lease and lease.ttl_s for lease in leases} == leaves
+
+
+def test_the_first_input_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own `kv_hints`, which come with it alone, hold before what its body says."""
+    world = StepWorld(monkeypatch)
+    params = envelope(ttl=5, store=False)
+    given = {"kv_hints": envelope(ttl=600, store=True)["kv_hint"]}
+    session = begin_so(world, tokens_of(1, GREETING), params, **given)
+    say_more(world, session, tokens_of(2, 2 * CHUNK))
+    residency = world.store.residency
+    leases = [residency.run_of(one).lease for one in residency.index if one.name.position]
+    world.close()
+    assert {lease and lease.ttl_s for lease in leases} == {600.0}

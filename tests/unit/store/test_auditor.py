@@ -266,6 +266,15 @@ def test_a_bound_is_learned_from_what_was_computed_twice(open_rig: Rigs, tmp_pat
     assert off_by(another, 104, 0.2)["agreed"] == 1
 
 
+def test_one_chunk_teaches_once(open_rig: Rigs, tmp_path: Path) -> None:
+    """A burst behind one system prompt has the same chunk compared again and again."""
+    rig = by_distance(open_rig, tmp_path)
+    for _ in range(2 * PAIRS):
+        assert off_by(rig, 1, 0.01)["agreed"] == 1
+    assert off_by(rig, 101, 0.2)["agreed"] == 1, "nothing is known yet"
+    assert not (tmp_path / "audit" / "learned").exists()
+
+
 def test_nothing_is_learned_of_states(open_rig: Rigs, tmp_path: Path) -> None:
     """They agree to the bit as long as steps end at the same places."""
     rig = by_distance(open_rig, tmp_path, STATES)
@@ -327,6 +336,23 @@ def test_after_so_many_hits_nothing_is_served(
     assert stat.S_IMODE(mark.stat().st_mode) == 0o600
     assert str(mark) in caplog.records[-1].getMessage()
     assert "2 hits" in mark.read_text()
+
+
+def test_one_chunk_that_many_hits_have_at_once_is_one_alarm(open_rig: Rigs, tmp_path: Path) -> None:
+    """They were drawn before the first of them was compared, and the chunk was removed."""
+    rig, _ = audited(open_rig, tmp_path, audit={"stop_after": 2}, dram_slots=32)
+    wrong = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    copies = [rig.store.begin_audit(hit, wrong, wrong.dram, ALL) for hit in (1, 2, 3)]
+    for copy in copies:
+        assert copy is not None
+        rig.pool.slot(copy.dram.slot)[:] = payload_of(wrong.name)
+        rig.store.finish_saves([copy])
+    rig.until_idle()
+    assert outcomes(rig) == {"differed": 3}
+    assert not rig.store.is_distrusted
+    other = stored(rig, conversation(2), payload=bytes(PAYLOAD_BYTES))
+    compare(rig, other, payload_of(other.name), hit=4)
+    assert rig.store.is_distrusted
 
 
 def test_a_directory_that_cannot_be_written_to_is_told(
@@ -531,7 +557,7 @@ def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
     open_rig: Rigs, tmp_path: Path
 ) -> None:
     """The next turn of a conversation, which is the usual hit, replaces the tail that it found."""
-    rig, device = audited(open_rig, tmp_path)
+    rig, device = audited(open_rig, tmp_path, audit={"stop_after": 2})
     tail = stored(rig, conversation(1, 8), payload=bytes(PAYLOAD_BYTES))
     device.settle()
     copy = rig.store.begin_audit(1, tail, tail.dram, [range(2)])
@@ -545,6 +571,10 @@ def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
     device.settle()
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 1, "the longer one"
+    assert not rig.store.is_distrusted
+    chunk = stored(rig, conversation(2), payload=bytes(PAYLOAD_BYTES))
+    compare(rig, chunk, payload_of(chunk.name), hit=2)
+    assert rig.store.is_distrusted, "a hit with a wrong tail is one of so many"
 
 
 def test_inspect_lists_what_an_audit_has_left(

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+import pytest
+
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.store.trial import PUT_OFF_MAX, TRIED_CHUNKS, TierTrial
+from attnstore_vllm.store.trial import PUT_OFF_MAX, PUT_OFF_S, TRIED_CHUNKS, TierTrial
 from attnstore_vllm.types import NVME, SHARED
 from tests.helpers import CHUNK_TOKENS, conversation, name_of, sequence_of
 
@@ -26,24 +28,37 @@ def test_a_tier_is_believed_after_some_chunks() -> None:
     many = [piece(number) for number in range(2 * TRIED_CHUNKS)]
     assert trial.awaits(many) and trial.awaits(many[-1:])
     trial.begin(many)
-    for _ in range(TRIED_CHUNKS):
+    for one in many[:TRIED_CHUNKS]:
         assert trial.awaits(many)
-        trial.agreed(NVME, 0)
+        trial.agreed(NVME, 0, one.chunk.name.key)
     assert not trial.awaits(many) and not trial.is_open(NVME)
     assert trial.awaits([*many, piece(9, SHARED)]), "the other one is not"
+
+
+def test_one_chunk_that_many_requests_have_compared_is_one() -> None:
+    """A burst behind one system prompt compares its chunk again and again."""
+    trial = TierTrial([NVME], [0], source_of)
+    many = [piece(number) for number in range(TRIED_CHUNKS)]
+    trial.begin(many)
+    for _ in range(TRIED_CHUNKS):
+        trial.agreed(NVME, 0, many[0].chunk.name.key)
+    assert trial.awaits(many) and trial.is_open(NVME)
+    for one in many:
+        trial.agreed(NVME, 0, one.chunk.name.key)
+    assert not trial.is_open(NVME)
 
 
 def test_a_short_hit_is_enough() -> None:
     trial = TierTrial([NVME], [0], source_of)
     trial.begin([piece()])
-    trial.agreed(NVME, 0)
+    trial.agreed(NVME, 0, piece().chunk.name.key)
     assert not trial.awaits([piece(1)])
 
 
 def test_what_was_computed_here_needs_none() -> None:
     trial = TierTrial([NVME], [0], source_of)
     assert not trial.awaits([piece(tier="")])
-    trial.agreed("", 0)
+    trial.agreed("", 0, piece().chunk.name.key)
     assert trial.is_open(NVME)
 
 
@@ -57,17 +72,42 @@ def test_each_group_is_tried() -> None:
     trial = TierTrial([NVME], [0, 2], source_of)
     hit = [piece(0), piece(1), piece(2, group=1), piece(3, group=2)]
     trial.begin(hit)
-    trial.agreed(NVME, 0)
-    trial.agreed(NVME, 0)
+    for one in hit[:2]:
+        trial.agreed(NVME, 0, one.chunk.name.key)
     assert not trial.awaits(hit[:3]), "group 1 is not compared"
     assert trial.awaits(hit)
-    trial.agreed(NVME, 2)
+    trial.agreed(NVME, 2, hit[3].chunk.name.key)
     assert not trial.is_open(NVME)
 
 
 def test_it_ends_where_nothing_can_be_compared() -> None:
     trial = TierTrial([NVME, SHARED], [0], source_of)
-    told = [trial.put_off([piece()]) for _ in range(PUT_OFF_MAX)]
-    assert told == (PUT_OFF_MAX - 1) * [[]] + [[NVME]]
+    told = [trial.put_off([piece()], 7.0 + n) for n in range(PUT_OFF_MAX)]
+    assert told == PUT_OFF_MAX * [[]]
+    assert trial.put_off([piece()], 6.0 + PUT_OFF_MAX + PUT_OFF_S) == [NVME]
     assert not trial.awaits([piece()]) and trial.awaits([piece(0, SHARED)])
-    assert trial.put_off([piece()]) == []
+    assert trial.put_off([piece()], 7.0 + PUT_OFF_MAX + PUT_OFF_S) == []
+
+
+def test_a_request_is_put_off_for_what_it_may_not_have_alone() -> None:
+    """Nothing of the other tier was to be compared: the group is not, or has passed."""
+    trial = TierTrial([NVME, SHARED], [0, 1], source_of)
+    passed = piece(1, SHARED)
+    trial.begin([passed])
+    trial.agreed(SHARED, 0, passed.chunk.name.key)
+    hit = [piece(), passed, piece(2, SHARED, group=2)]
+    for number in range(PUT_OFF_MAX):
+        trial.put_off(hit, float(number))
+    assert trial.put_off(hit, PUT_OFF_MAX + PUT_OFF_S) == [NVME]
+    assert trial.is_open(SHARED)
+
+
+@pytest.mark.parametrize("before_s", [0.0, 2 * PUT_OFF_S])
+def test_no_burst_ends_it_before_it_could_be_compared(before_s: float) -> None:
+    """Nor does one that comes long after a request that leaves nothing."""
+    trial = TierTrial([NVME], [0], source_of)
+    assert trial.put_off([piece()], 7.0 - before_s) == []
+    for number in range(4 * PUT_OFF_MAX):
+        assert trial.put_off([piece()], 7.0 + number / 1000) == []
+    assert trial.awaits([piece()])
+    assert trial.put_off([piece()], 8.0 + PUT_OFF_S) == [NVME]

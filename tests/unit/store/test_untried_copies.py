@@ -12,7 +12,7 @@ from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import State
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.tiers.remote_io import awaits_remote
-from attnstore_vllm.types import NVME
+from attnstore_vllm.types import NVME, Event
 from tests.helpers import (
     PAYLOAD_BYTES,
     Rig,
@@ -42,14 +42,16 @@ def asks(rig: Rig, request_id: str, tokens: list[int]) -> None:
     rig.until_idle()
 
 
-def two_ask(open_rig: Rigs, path: Path) -> tuple[Rig, MemoryDevice, list[int]]:
+def two_ask(
+    open_rig: Rigs, path: Path, stop_after: int = 100
+) -> tuple[Rig, MemoryDevice, list[int]]:
     """Others give wrong KV to two requests, before any of it was compared."""
     others = Others()
     tokens = conversation(1, NUM_TOKENS)
     for name in names_of(sequence_of(tokens))[:3]:
         others.put(name, bytes(PAYLOAD_BYTES))
-    audit = AuditConfig(rate=1.0, stop_after=100)
-    given = {"audit": audit, "path": path, "comparisons": (BITS,)}
+    audit = AuditConfig(rate=1.0, stop_after=stop_after)
+    given = {"audit": audit, "path": path, "comparisons": (BITS,), "dram_slots": 32}
     rig, device = open_rig(more_tiers=(MakeRemoteDict(others),), **given)
     for request_id in ("one", "two"):
         asks(rig, request_id, tokens)
@@ -74,6 +76,23 @@ def test_a_trial_that_fails_leaves_nothing_of_the_tier_to_the_next_start(
     assert rig.read(sequence_of(tokens)) == []
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts.get("recovered", 0) == 0
+
+
+def test_a_trial_that_fails_twice_at_once_ends_no_other_tier(
+    open_rig: Rigs, tmp_path: Path
+) -> None:
+    """Two requests have drawn what one tier gave, before the first of them was compared."""
+    rig, _, tokens = two_ask(open_rig, tmp_path, stop_after=1)
+    names = names_of(sequence_of(tokens))[:2]
+    chunks = [rig.chunk(name) for name in names]
+    copies = [rig.store.begin_audit(n, c, c.dram, [range(4)]) for n, c in enumerate(chunks)]
+    for copy, name in zip(copies, names, strict=True):
+        assert copy is not None
+        rig.pool.slot(copy.dram.slot)[:] = payload_of(name)
+    rig.store.finish_saves([copy for copy in copies if copy is not None])
+    rig.until_idle()
+    assert rig.store.figures().counts[Event.DIFFERED] == 2
+    assert not rig.store.is_distrusted
 
 
 def test_what_is_on_trial_is_not_served_as_of_another_tier(open_rig: Rigs, tmp_path: Path) -> None:
@@ -120,7 +139,7 @@ def test_what_was_computed_here_says_nothing_of_the_tier(open_rig: Rigs, tmp_pat
     rig.store.finish_saves([chunk])
     pieces = rig.store.find(lookup_of(tokens), 0, 16)
     assert rig.store.audit is not None
-    rig.store.audit.put_off(pieces, is_drawn=True)
+    rig.store.audit.put_off(pieces, pieces)
     copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
     assert copy is not None
     rig.pool.slot(copy.dram.slot)[:] = payload_of(name)
@@ -168,7 +187,8 @@ def test_what_this_process_has_written_ends_no_trial_of_what_was_there(
     assert not on_trial(rig, own)
     audit = rig.store.audit
     assert audit is not None
-    audit.put_off(rig.store.find(lookup_of(own), 0, 48), is_drawn=True)
+    found = rig.store.find(lookup_of(own), 0, 48)
+    audit.put_off(found, found)
     for chunk in chunks:
         copy = rig.store.begin_audit(1, chunk, chunk.dram, [range(4)])
         assert copy is not None
