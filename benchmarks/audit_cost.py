@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the audit costs: throughput and TTFT of hits with it, over without.
 
-    python -m benchmarks.audit_cost [--model small|medium] [--rounds N] [--rate 1/1000] [--json]
+    python -m benchmarks.audit_cost [--model small|medium] [--rounds N] [--rate 1/10000] [--json]
 
 Two real servers with a store each, binding the same processors, one with `audit` and one without;
 only one is asked at a time, in turn, each first in every other round. Each round asks for the same
 prompts, more than HBM has room for: all are hits in DRAM, and what was drawn is computed. How many
-were drawn is told: at 1/1000 a short run may have drawn none, and then shows only that nothing
+were drawn is told: at 1/10000 a short run may have drawn none, and then shows only that nothing
 else costs. With a higher --rate the cost of a draw itself is seen, in hits that would have been
 served in its time; `ratio_at` says what that makes of lower rates. A round differs by more than
 0.2 % from the next, so that is the way to see so little: --rate 1/10.
@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What the audit costs where all prompts are hits.")
     parser.add_argument("--model", choices=list(CASES), default="small")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--rate", default="1/1000")
+    parser.add_argument("--rate", default="1/10000")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "audit_cost.json")
     parser.add_argument("--json", action="store_true", help="print JSON in place of lines")
     args = parser.parse_args()

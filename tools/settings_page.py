@@ -64,7 +64,7 @@ EXAMPLES = {
     "trace.path": "/var/log/attnstore",
     "trace.sample": "0.1",
     "trace.size": "1GiB",
-    "audit": "{rate: 1/1000}",
+    "audit": "{rate: 1/10000}",
     "audit.rate": "1/200",
     "audit.tokens": "4000",
     "audit.stop_after": "1",

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`audit`: settings of the live audit.
 
-audit: {rate: 1/1000, tokens: 1000, stop_after: 3, keep: 256MiB}
+audit: {rate: 1/10000, tokens: 1000, stop_after: 3, keep: 256MiB}
+
+This rate costs less than 0.2 % of computing while up to 0.95 of prompt tokens are hits.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _RATE = re.compile(r"1\s?/\s?([1-9][0-9]{0,8})")
 class AuditConfig:
     """Which hits are computed to be compared, and what follows of one that is wrong."""
 
-    rate: float = 0.001
+    rate: float = 0.0001
     """The share of hits."""
     tokens_per_s: float = 1000.0
     """`tokens`, of all engines together."""
@@ -35,11 +37,11 @@ class AuditConfig:
         if given is False or given == "off" or (given == 0 and not isinstance(given, bool)):
             return None
         if not isinstance(given, Mapping):
-            raise ConfigError(f"audit is {given!r}; it must be off or {{rate: 1/1000}}")
+            raise ConfigError(f"audit is {given!r}; it must be off or {{rate: 1/10000}}")
         check_keys("audit.", given, {"rate", "tokens", "stop_after", "keep"}, set())
         keep = given.get("keep", "256MiB")
         return cls(
-            rate=_rate(given.get("rate", "1/1000")),
+            rate=_rate(given.get("rate", "1/10000")),
             tokens_per_s=float(
                 parse_integer("audit.tokens", given.get("tokens", 1000), 1, 1_000_000)
             ),
@@ -58,4 +60,4 @@ def _rate(value: object) -> float:
         return float(Fraction(1, int(match[1])))
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
         return float(value)
-    raise ConfigError(f"audit.rate is {value!r}; it must be a share of hits, as in 1/1000 or 0.001")
+    raise ConfigError(f"audit.rate is {value!r}; it must be a share of hits, as in 1/10000 or 1e-4")

@@ -36,7 +36,7 @@ def test_engines_share_what_it_may_cost() -> None:
     )
     part = config.share(1).audit
     assert part is not None
-    assert (part.tokens_per_s, part.keep_bytes, part.rate) == (250.0, 16 << 20, 0.001)
+    assert (part.tokens_per_s, part.keep_bytes, part.rate) == (250.0, 16 << 20, 0.0001)
     off = AuditConfig(keep_bytes=None).share(2)
     assert off.keep_bytes is None
 
