@@ -278,12 +278,6 @@ def ready_run(
     return settle(ready, grain), ends_anew
 
 
-def no_ends(pieces: Sequence[Piece], grain: int) -> list[Piece]:
-    """Those that have no end. Of a tail with one, ends_like() says who uses it: were it who has its
-    end, the client that planted it would know."""
-    return [piece for piece in pieces if not piece.has_end(grain)]
-
-
 def in_place(pieces: Sequence[Piece]) -> list[Piece]:
     """Those of the spine that are not moved."""
     return [piece for piece in pieces if piece.group == 0 and piece.first is None]

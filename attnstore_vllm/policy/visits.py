@@ -168,33 +168,21 @@ class Visit:
     earlier: tuple[tuple[int, Run], ...] = ()
     """Runs of the leading shared chunks that are kept longer, since others use them too, and up to
     which chunk each is. The first ones first."""
-    cut: Run | None = None
-    """The run of its own last shared chunk, if that only begins as the one that it found: what is
-    behind the beginning is its own, and kept as long as its own."""
-    ends_cut: bool = False
-    """It does so. Without a lease of its own there is no run of that."""
     joint: dict[Run, Run] = field(default_factory=dict)
     """Runs of what others have left or used since it came, and of which runs that is from now on:
     themselves, once that is so."""
 
     def until(self, lease: Lease | None) -> Visit:
         """The same, of a request whose own chunks get this lease from now on."""
-        cut = replace(self.cut or self.shared, lease=lease) if self.ends_cut else None
-        return replace(self, own=replace(self.own, lease=lease), cut=cut)
+        return replace(self, own=replace(self.own, lease=lease))
 
-    def run(self, number: int) -> Run:
-        """The run of chunk `number` of the request."""
-        if self.cut is not None and number == self.num_shared - 1:
-            return self.cut
-        return self.used_run(number)
-
-    def used_run(self, number: int, last: Run | None = None) -> Run:
-        """The run of a stored chunk that it uses as its chunk `number`, or as the beginning of it.
+    def run(self, number: int, last: Run | None = None) -> Run:
+        """The run of chunk `number` of the request.
 
         Args:
-            last: that used the stored one last.
+            last: that used the stored one last, if it is stored.
         """
-        if last is not None and (last is self.own or last is self.cut):
+        if last is self.own:
             return last
         if last is not None and last in self.joint:
             return self.joint[last]
@@ -206,9 +194,10 @@ class Visit:
         return self.shared
 
     def joined(self, number: int, last: Run, now: float) -> Run:
-        """used_run() at a look after the first one. What this one did not meet, since others have
-        left or used it meanwhile, is kept as one of both said who asked for more."""
-        used = self.used_run(number, last)
+        """run() of a stored chunk that the visit was not made for: others have left or used it
+        since, or it is a part of the request's chunk. It is kept as one of both said who asked for
+        more."""
+        used = self.run(number, last)
         if used is last or last in self.joint or not last.is_known:
             return used
         if any(last is run for run in self.runs):
@@ -233,9 +222,8 @@ class Visit:
     @property
     def runs(self) -> list[Run]:
         """All, the first chunks' first."""
-        cut = () if self.cut is None else (self.cut,)
         joint = dict.fromkeys(self.joint.values())
-        return [*(run for _, run in self.earlier), self.shared, *cut, *joint, self.own]
+        return [*(run for _, run in self.earlier), self.shared, *joint, self.own]
 
 
 class Alike(NamedTuple):
@@ -245,6 +233,8 @@ class Alike(NamedTuple):
     """So many of its tokens may be those of the prompt before it."""
     parts_within: bool
     """The last of its leading chunks that are stored goes on otherwise."""
+    num_chunks: int
+    """So many of its leading chunks are stored, the last one perhaps in part."""
 
 
 def visit_of(
@@ -256,7 +246,6 @@ def visit_of(
     terms: Terms = NO_TERMS,
     ttl_s: float | None = None,
     *,
-    ends_cut: bool = False,
     num_known: int = 0,
     alike: Alike | None = None,
 ) -> Visit:
@@ -266,19 +255,19 @@ def visit_of(
     it, and then for as long as it is stored.
 
     Args:
-        last_runs: of the request's leading chunks that are stored, the run that used each last.
+        last_runs: of the request's leading chunks that are stored, the run that used each last. Of
+            what is stored it has all: no beginning alone.
         marks: of its whole chunks.
         num_tokens: of its prompt.
         terms: what it asks for its own chunks. For those that others share it can ask for more
             than they have, and not for less: they have the longest ttl of all who used them.
         ttl_s: of all chunks; None: they do not expire. The terms may have a shorter one.
-        ends_cut: of the last of the leading chunks the request has the beginning alone.
         num_known: chunks of its prompt that need not be computed, with those that are moved.
         alike: how far the prompt seems to go on from what is stored; None: it does.
     """
     before = estimator.arrive(marks, now)
     asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
-    is_other = asks_for_less and alike is not None and not _goes_on(last_runs, before, alike)
+    is_other = asks_for_less and alike is not None and not _goes_on(before, alike)
     own_number = before.number if before is not None else 0
     num_shared = _num_shared(last_runs, None if is_other else own_number)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
@@ -311,9 +300,7 @@ def visit_of(
     own = run(num_shared, len(marks), own_lease, is_shared=False)
     own.before, own.follows = shared, 0 if is_other else own_number
     before_tokens = before.num_tokens if before is not None else 0
-    is_cut = ends_cut and 0 < num_shared == len(last_runs)
-    cut = replace(shared, lease=own_lease) if is_cut and own_lease is not None else None
-    return Visit(num_shared, shared, own, before_tokens, tuple(earlier), cut, is_cut)
+    return Visit(num_shared, shared, own, before_tokens, tuple(earlier))
 
 
 def _shared_leases(
@@ -345,12 +332,12 @@ def _shared_leases(
     return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
 
 
-def _goes_on(last_runs: Sequence[Run | None], before: Before | None, alike: Alike) -> bool:
+def _goes_on(before: Before | None, alike: Alike) -> bool:
     """Whether a prompt seems to go on from the one before it. Short questions behind one system
     prompt have the same whole chunks: so something behind these must be the same, too."""
     if before is None:
         return not alike.parts_within
-    return len(last_runs) > before.depth and before.num_tokens <= alike.num_tokens
+    return alike.num_chunks > before.depth and before.num_tokens <= alike.num_tokens
 
 
 def _num_shared(last_runs: Sequence[Run | None], own: int | None) -> int:

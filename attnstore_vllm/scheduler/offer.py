@@ -343,7 +343,9 @@ class Offers:
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
         loaded = (*used, *rest, *sections, *states)
-        self._store.pin(loaded, state.request.num_prompt_tokens, state.hints.terms.pin_s)
+        num_tokens, pin_s = state.request.num_prompt_tokens, state.hints.terms.pin_s
+        if pin_s is not None:
+            self._store.pin(loaded, state.lookup, num_tokens, pin_s)
         sources = self._costs.count_loaded(stats, used, start, now)
         state.counted.sources = dict(sources + self._store.tiers(rest, now))
         if moved:  # tokens count once, not once a group

@@ -16,15 +16,14 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from attnstore_vllm.index.chunk import Chunk, State
-from attnstore_vllm.index.keys import SequenceKeys
-from attnstore_vllm.index.prefix import Matched, Piece, in_place, no_ends, ready_run, settle
+from attnstore_vllm.index.keys import SequenceKeys, chunk_key
+from attnstore_vllm.index.prefix import Matched, Piece, ready_run, settle, whole_blocks
 from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
 from attnstore_vllm.policy.visits import Alike, Run, Visit
 from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.remote import RemoteLookup
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier_io import TierIo
-from attnstore_vllm.types import Key
 
 
 @dataclass(eq=False)
@@ -143,14 +142,14 @@ class Strategy(ABC):
         request_id: str | None,
         visit: Visit | None,
         *,
-        is_first: bool = False,
+        num_met: int = 0,
     ) -> None:
         """These pieces were found: they are used, and what is not in DRAM is queued for reading.
 
         Args:
             request_id: that waits for them; None: one is likely to come.
             visit: whose use it is; None: they are renewed.
-            is_first: the visit was made for what was found.
+            num_met: the visit was made for so many chunks, as they were found now.
         """
         residency, size = self._residency, lookup.keys.chunk_tokens
         at = self._tail_start(lookup, pieces, start)
@@ -158,8 +157,8 @@ class Strategy(ABC):
         if self._context.has_leases:  # a use of what has expired would renew it
             ends = residency.drop_expired(ends)
         near = pieces[: self._num_slots]  # what is beyond is wanted once there may be room
-        is_known = is_wanted_so(residency, request_id, near, visit)
-        used = [] if is_known else no_ends(pieces, self._index.grain)
+        is_known = is_wanted_so(residency, lookup, stop, request_id, near, visit)
+        used = [] if is_known else wholly_used(pieces, lookup, stop, self._index.grain)
         if visit is None:
             residency.renew([*(piece.chunk for piece in used), *ends])
         else:
@@ -167,8 +166,8 @@ class Strategy(ABC):
             residency.use_moved([p.chunk for p in used if p.first is not None], visit)
             placed = [(p.start // size, p.chunk) for p in used if p.first is None]
             for number, chunk in (*placed, *((at // size, end) for end in ends)):
-                if is_first:
-                    run = visit.used_run(number)
+                if number < num_met:
+                    run = visit.run(number)
                 else:
                     run = visit.joined(number, residency.run_of(chunk), residency.now)
                 of_run.setdefault(run, []).append(chunk)
@@ -342,6 +341,8 @@ def strategy_for(needs: Sequence[Need]) -> type[Strategy]:
 
 def is_wanted_so(
     residency: Residency,
+    lookup: Lookup,
+    stop: int,
     request_id: str | None,
     pieces: Sequence[Piece],
     visit: Visit | None,
@@ -360,11 +361,12 @@ def is_wanted_so(
             return False
         run = visit.own  # most often
         if chunk.run is not run:
-            run = visit.used_run(piece.start // size, chunk.run)
+            run = visit.run(piece.start // size, chunk.run)
+            if chunk.run is not run and piece.first is None:  # moved: of its own conversation
+                if uses_all(piece, lookup, stop, grain):
+                    return False
+                continue
         if chunk.refused_by and chunk.copied_for is not run:  # worth another look
-            return False
-        is_of = chunk.run is run or piece.first is not None  # moved: of its own conversation
-        if not is_of and not piece.has_end(grain):
             return False
     return True
 
@@ -378,17 +380,36 @@ def _is_short(pieces: Sequence[Piece], start: int, min_tokens: int) -> bool:
     return bool(pieces) and pieces[-1].stop - start < min_tokens
 
 
-def ends_cut(pieces: Sequence[Piece], whole: Sequence[Key], size: int) -> bool:
-    """Whether the last piece of the spine is the beginning of another's chunk.
+def uses_all(piece: Piece, lookup: Lookup, stop: int, grain: int) -> bool:
+    """Whether a request that has found this uses all of its chunk. One that goes on otherwise
+    within it uses none: the rest is another's, kept as long as that one said, and what the
+    request computes behind the beginning is saved apart. Of a tail with an end ends_like() says
+    who uses it: were it who has its end, the client that planted it would know.
 
     Args:
-        whole: keys of the request's own whole chunks, of `size` tokens.
+        stop: tokens from it on were not looked for.
+    Cost: where a piece ends within its chunk, that chunk's tokens are hashed.
     """
-    spine = in_place(pieces)
-    if not spine or spine[-1].stop % size == 0:
+    if piece.has_end(grain):
         return False
-    number = spine[-1].start // size
-    return whole[number : number + 1] != [spine[-1].chunk.name.key]
+    name, keys = piece.chunk.name, lookup.keys
+    if piece.first is not None or piece.stop >= name.end:
+        return True
+    if name.end <= len(keys.token_ids):
+        tokens = keys.tokens(name.position, name.end)
+        return chunk_key(name.parent, name.extra, tokens) == name.key
+    asked = name.position + whole_blocks(stop - name.position, grain)
+    return max(piece.stop, lookup.spine_stop) >= asked  # the request ends within it
+
+
+def wholly_used(pieces: Sequence[Piece], lookup: Lookup, stop: int, grain: int) -> list[Piece]:
+    """Those of which the request uses all: see uses_all(). Cost: a look at each."""
+    size = lookup.keys.chunk_tokens
+    return [
+        piece
+        for piece in pieces
+        if (piece.first is None and not piece.stop % size) or uses_all(piece, lookup, stop, grain)
+    ]
 
 
 def alike_of(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> Alike:
@@ -396,4 +417,5 @@ def alike_of(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> Alike:
     may be a prompt that a chat template has begun an answer for."""
     last = next((p for p in reversed(pieces) if p.group == 0 and p.first is None), None)
     stop, end = (last.stop, last.chunk.name.end) if last is not None else (0, 0)
-    return Alike(max(lookup.spine_stop, stop) + grain, stop + grain < end)
+    num_chunks = -(-stop // lookup.keys.chunk_tokens)
+    return Alike(max(lookup.spine_stop, stop) + grain, stop + grain < end, num_chunks)

@@ -29,7 +29,7 @@ from attnstore_vllm.engine_facts import EngineFacts
 from attnstore_vllm.index.chunk import Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.keys import SequenceKeys, marks_of
 from attnstore_vllm.index.moved import MovedKv
-from attnstore_vllm.index.prefix import Piece, has_come, no_ends
+from attnstore_vllm.index.prefix import Piece, has_come
 from attnstore_vllm.index.sections import Need
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
@@ -50,7 +50,7 @@ from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
 from attnstore_vllm.store.learning import learn_from, used_by
 from attnstore_vllm.store.limited_residency import residency_with, tenant_gauges
-from attnstore_vllm.store.lookup import Lookup, alike_of, ends_cut, is_ready, strategy_for
+from attnstore_vllm.store.lookup import Lookup, alike_of, is_ready, strategy_for, wholly_used
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
 from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
@@ -179,15 +179,14 @@ class Store:
         Returns: what find() does, and the visit that its chunks are used and saved under.
         """
         sequence, stop = lookup.keys, num_tokens - 1
-        whole = sequence.keys(0, num_tokens // sequence.chunk_tokens)  # costly, so before the lock
-        keys = whole[: stop // sequence.chunk_tokens]
-        marks = marks_of(keys)
+        size, grain = sequence.chunk_tokens, self.residency.index.grain
+        marks = marks_of(sequence.keys(0, stop // size))  # costly, so before the lock
         with self._lock:
             now = self.residency.now = self._clock()
             self._curve.news.append(used_by(sequence, marks, num_tokens))
             pieces = self._match(lookup, 0, stop, min_tokens, request_id)
-            last_runs = self.residency.last_runs(pieces, sequence.chunk_tokens)
-            is_cut = ends_cut(pieces, whole, sequence.chunk_tokens)
+            used = wholly_used(pieces, lookup, stop, grain)
+            last_runs = self.residency.last_runs(used, size, len(sequence.token_ids))
             visit = visit_of(
                 self._estimator,
                 last_runs,
@@ -196,14 +195,14 @@ class Store:
                 now,
                 terms,
                 self._ttl_s,
-                ends_cut=is_cut,
-                num_known=-(-pieces[-1].stop // sequence.chunk_tokens) if pieces else 0,
-                alike=alike_of(lookup, pieces, self.residency.index.grain),
+                num_known=-(-pieces[-1].stop // size) if pieces else 0,
+                alike=alike_of(lookup, pieces, grain),
             )
             self._context.has_leases |= terms.ttl_s is not None
-            self.strategy.want(lookup, pieces, 0, stop, request_id, visit, is_first=True)
+            met = len(last_runs)
+            self.strategy.want(lookup, pieces, 0, stop, request_id, visit, num_met=met)
             if terms.pin_s is not None:
-                self._pin(pieces, now + terms.pin_s)
+                self._pin(used, now + terms.pin_s)
         if self.remote is not None:
             self.remote.look(lookup, pieces, 0, stop, request_id)
         self._read(pieces)
@@ -211,18 +210,18 @@ class Store:
             self.thread.wake()
         return pieces, visit
 
-    def pin(self, pieces: Sequence[Piece], stop: int, pin_s: float | None) -> None:
+    def pin(self, pieces: Sequence[Piece], lookup: Lookup, stop: int, pin_s: float) -> None:
         """A request loads these, and wants its prompt, up to token `stop`, pinned for so long: they
-        may have come since it did. Cost: a look at each; None: nothing."""
-        if pin_s is None:
-            return
+        may have come since it did. Cost: a look at each."""
+        pieces = [piece for piece in pieces if piece.start < stop]
         with self._lock:
             now = self.residency.now = self._clock()
-            self._pin([piece for piece in pieces if piece.start < stop], now + pin_s)
+            used = wholly_used(pieces, lookup, stop - 1, self.residency.index.grain)
+            self._pin(used, now + pin_s)
 
     def _pin(self, pieces: Sequence[Piece], until: float) -> None:
         """Locked."""
-        for piece in no_ends(pieces, self.residency.index.grain):
+        for piece in pieces:
             self.residency.pinning.pin(piece.chunk, until, self.residency.now)
 
     def unseen_run(self, terms: Terms) -> Run:

@@ -168,11 +168,13 @@ class Residency:
         lease = self.run_of(chunk).lease
         return math.inf if lease is None else lease.expires
 
-    def last_runs(self, pieces: Sequence[Piece], size: int) -> list[Run]:
-        """The run that used each of the leading chunks last, of `size` tokens. Of those before a
-        window, of which nothing is needed, it is taken to be that of its first. What is moved is of
-        no chunk of the request."""
+    def last_runs(self, pieces: Sequence[Piece], size: int, stop: int) -> list[Run]:
+        """The run that used each of the leading chunks last, of `size` tokens, that end by `stop`.
+        Of those before a window it is taken to be that of its first. What is moved is of no chunk
+        of the request."""
         spine = in_place(pieces)
+        if spine and spine[-1].chunk.name.end > stop:
+            spine.pop()
         runs = [self.run_of(piece.chunk) for piece in spine]
         return spine[0].start // size * runs[:1] + runs if runs else []
 

@@ -14,7 +14,7 @@ fault is seen when it is made. Leases may end earlier (docs/faults.md says when,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -175,23 +175,35 @@ class Oracle:
                 kept.renew(now, ttl_s)
 
     def look(
-        self, request: Request, pieces: Sequence[Piece], tails: Iterable[Key], now: float
+        self,
+        request: Request,
+        pieces: Sequence[Piece],
+        tails: Iterable[Key],
+        now: float,
+        begun: Container[Key],
     ) -> None:
-        """It found these. Who used what stands behind a chunk has used that chunk, too."""
+        """It found these. Who used what stands behind a chunk has used that chunk, too.
+
+        Args:
+            begun: chunks of which it has the beginning alone, and goes on otherwise: no use.
+        """
         longest, end, found = request.ttl_s, 0.0, dict[Key, float]()
         longest_here = request.ttl_s
         spine = [piece for piece in pieces if not piece.group and piece.first is None]
         for piece in reversed(spine):
+            if piece.chunk.name.key in begun or piece.chunk.name.num_tokens % GRAIN:
+                continue  # of what has an end the tails say who uses it
             kept = self.kept[piece.chunk.name.key]
             longest, end = max(longest, kept.ttl_s), max(end, kept.ends)
-            if piece.chunk.name.num_tokens % GRAIN == 0:  # else the tails say who uses it
-                found[piece.chunk.name.key] = longest
+            found[piece.chunk.name.key] = longest
             kept.ends = max(kept.ends, end)
             if piece is spine[-1] and piece.stop % CHUNK_TOKENS:
                 longest_here = longest
             request.shares[piece.start // CHUNK_TOKENS] = longest, end
         for piece in pieces[len(spine) :]:
             is_moved = piece.first is not None  # so it is of no chunk of the request
+            if piece.chunk.name.key in begun and not is_moved:
+                continue
             ttl_s, end = (
                 (request.ttl_s, 0.0) if is_moved else request.shared(piece.start // CHUNK_TOKENS)
             )
@@ -313,7 +325,8 @@ class History:
             f"{own}, pin {request.terms.pin_s}, waits {waits}, finds {self.ends_of(pieces)}"
         )
         self.check_found(pieces)
-        self.oracle.look(request, pieces, tails, self.clock.now)
+        begun = self.begun([*request.lookup.keys.token_ids], pieces)
+        self.oracle.look(request, pieces, tails, self.clock.now, begun)
         spine = [piece for piece in pieces if not piece.group and piece.first is None]
         hit = spine[-1].stop // CHUNK_TOKENS if spine else 0
         request.next_save = rng.choice([0, hit])
@@ -337,7 +350,8 @@ class History:
         )
         self.say(f"{request.id} looks again: {self.ends_of(pieces)}")
         self.check_found(pieces)
-        self.oracle.look(request, pieces, tails, self.clock.now)
+        begun = self.begun([*request.lookup.keys.token_ids], pieces)
+        self.oracle.look(request, pieces, tails, self.clock.now, begun)
 
     def do_begin(self) -> None:
         if not self.oracle.waiting:
@@ -356,8 +370,21 @@ class History:
         pieces = self.rig.store.find(self.lookup_of(text[:stop]), 0, stop)
         self.say(f"prefetch {text[0]}..{text[stop - 1]} ({stop}): {self.ends_of(pieces)}")
         self.check_found(pieces)
-        for key in {*tails, *(piece.chunk.name.key for piece in pieces)}:
+        begun = self.begun(text[:stop], pieces)
+        found = {piece.chunk.name.key for piece in pieces}
+        for key in {*tails, *found} - begun:
             self.oracle.use(key, self.clock.now, 0.0, None)
+
+    def begun(self, tokens: list[int], pieces: Iterable[Piece]) -> set[Key]:
+        """Chunks of these of which a request of these tokens has the beginning alone, and goes on
+        otherwise. Of tokens that end within a chunk the whole blocks count."""
+        found = set()
+        for name in (piece.chunk.name for piece in pieces if piece.first is None):
+            whole = name.end if name.end <= len(tokens) else (len(tokens) - 1) // GRAIN * GRAIN
+            stored = (self.names | self.sections)[name.key][:whole]
+            if name.num_tokens % GRAIN == 0 and tokens[:whole] != stored:
+                found.add(name.key)
+        return found
 
     def tails(self, tokens: Sequence[int], stop: int) -> Iterator[Key]:
         """Stored tails with an end whose whole blocks stand in these tokens: they are used by who

@@ -246,7 +246,9 @@ class Engine(PinnedHistory):
         store, stop = self.rig.store, request.num_prompt - 1
         pieces = store.find(request.lookup, 0, stop, request_id=request.id, visit=request.visit)
         self.check_found(pieces)
-        self.oracle.look(request, pieces, [*self.tails(request.tokens, stop)], self.clock.now)
+        begun = self.begun([*request.lookup.keys.token_ids], pieces)
+        tails = [*self.tails(request.tokens, stop)]
+        self.oracle.look(request, pieces, tails, self.clock.now, begun)
         held = store.hold_ready(pieces, request.lookup.keys, stop)
         for piece in held:
             found = bytes(self.rig.pool.slot(piece.chunk.dram.slot))
