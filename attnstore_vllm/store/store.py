@@ -180,7 +180,8 @@ class Store:
         """
         sequence, stop = lookup.keys, num_tokens - 1
         size, grain = sequence.chunk_tokens, self.residency.index.grain
-        marks = marks_of(sequence.keys(0, stop // size))  # costly, so before the lock
+        keys = sequence.keys(0, num_tokens // size)  # costly, so before the lock
+        marks = marks_of(keys[: stop // size])
         with self._lock:
             now = self.residency.now = self._clock()
             self._curve.news.append(used_by(sequence, marks, num_tokens))
