@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,16 @@ def lease_for(ttl_s: float | None, now: float) -> Lease | None:
     return None if ttl_s is None else Lease(ttl_s, now + ttl_s)
 
 
+@dataclass(slots=True, eq=False)
+class Lot:
+    """What one request has left, be its chunks of other runs meanwhile: they end together."""
+
+    runs: WeakKeyDictionary[Run, None] = field(default_factory=WeakKeyDictionary)
+    has_ended: bool = False
+
+
+LOTS_MAX = 4
+"""What more requests than these have moved ends with none of them."""
 SHARED_RUNS_MAX = 4
 """A request's shared chunks are of so many runs at most, by how long they are kept."""
 JOINT_MAX = 32
@@ -90,7 +101,7 @@ def left_by(end: float) -> Run:
     return replace(NO_RUN, lease=Lease(0.0, end))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Run:
     """The chunks that one request used of one conversation. Compared by identity."""
 
@@ -112,11 +123,27 @@ class Run:
     is_known: bool = True
     """It is a request's. Else of what others or an earlier process have left: of whom is not known.
     """
+    lots: tuple[Lot, ...] = ()
+    """It ends once all of these have. None: nothing was made of it yet."""
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
     def __post_init__(self) -> None:
         self.used_at = self.since
+        for lot in self.lots:
+            lot.runs[self] = None
+
+    def as_lots(self) -> tuple[Lot, ...]:
+        """What ends with it, from now on. Of whom it is must be known, else nothing does."""
+        if not self.lots and self.is_known:
+            lot = Lot()
+            lot.runs[self] = None
+            self.lots = (lot,)
+        return self.lots
+
+    def copy(self, **changes: Any) -> Run:
+        """Another run of chunks that stay of the same request, and end with what it has left."""
+        return replace(self, lots=self.as_lots(), **changes)
 
     def touch(self, now: float) -> None:
         """A request uses it, or saves for it. What is before it is newer, and leaves after it."""
@@ -138,7 +165,7 @@ class Run:
         lease = self.lease
         if lease is not None:
             lease = Lease(lease.ttl_s, lease.expires)
-        return replace(self, since=now, lease=lease)
+        return self.copy(since=now, lease=lease)
 
 
 def unknown_run(now: float, ttl_s: float | None = None) -> Run:
@@ -174,7 +201,7 @@ class Visit:
 
     def until(self, lease: Lease | None) -> Visit:
         """The same, of a request whose own chunks get this lease from now on."""
-        return replace(self, own=replace(self.own, lease=lease))
+        return replace(self, own=self.own.copy(lease=lease))
 
     def run(self, number: int, last: Run | None = None) -> Run:
         """The run of chunk `number` of the request.
@@ -208,7 +235,8 @@ class Visit:
         if joint is self.own:
             if goes_on_from(joint, last):
                 return joint
-            joint = replace(joint, is_shared=True, priority=max(Priority.NORMAL, joint.priority))
+            priority = max(Priority.NORMAL, joint.priority)
+            joint = replace(joint, is_shared=True, priority=priority, lots=())
         if len(self.joint) >= JOINT_MAX:
             self.joint.clear()
         self.joint[last] = self.joint[joint] = joint
@@ -373,7 +401,7 @@ def used_by_both(run: Run, before: Run, now: float) -> Run:
     priority = max(run.priority, before.priority)
     if lease is run.lease and priority == run.priority:
         return run
-    return replace(run, is_shared=True, priority=priority, lease=lease)
+    return replace(run, is_shared=True, priority=priority, lease=lease, lots=())
 
 
 class JointRuns:
@@ -398,13 +426,16 @@ class JointRuns:
 
 def moved_run(run: Run, visit: Visit, now: float) -> Run:
     """The run of chunks of this one that a request of this visit takes to other positions. They
-    stay of their conversation, and are kept as long as the longest of both said."""
+    stay of their conversation, and are kept as long as the longest of both said. They end once
+    both have: a session that has cut its prompt ends as a whole."""
     lease, own = run.lease, visit.own.lease
     if lease is not None and own is not None:
         own = Lease(max(lease.ttl_s, own.ttl_s), max(lease.expires, own.expires))
     priority = max(run.priority, visit.shared.priority)
     lease = None if lease is None else own
-    return replace(run, since=now, is_shared=True, priority=priority, lease=lease)
+    lots = tuple(dict.fromkeys((*run.as_lots(), *visit.own.as_lots()))) if run.is_known else ()
+    lots = lots if len(lots) <= LOTS_MAX else ()
+    return replace(run, since=now, is_shared=True, priority=priority, lease=lease, lots=lots)
 
 
 def answer(run: Run, num_tokens: int, estimator: ReturnEstimator) -> None:
@@ -416,7 +447,12 @@ def answer(run: Run, num_tokens: int, estimator: ReturnEstimator) -> None:
 
 
 def end(runs: Iterable[Run]) -> Iterator[Run]:
-    """No request comes back to these. The caller tells the orders of departure of each."""
+    """No request comes back to these, nor to what was made of them. The caller tells the orders of
+    departure of each. Cost: that of the runs."""
     for run in runs:
-        run.priority = Priority.ENDED
-        yield run
+        for lot in run.lots:
+            lot.has_ended |= run.lots == (lot,)
+        for one in dict.fromkeys((run, *(one for lot in run.lots for one in [*lot.runs]))):
+            if one is run or all(lot.has_ended for lot in one.lots):
+                one.priority = Priority.ENDED
+                yield one

@@ -20,13 +20,11 @@ class Sessions:
 
         Cost: a look-up; O(ENDED_MAX) if the session is over.
         """
-        visit, request, hints = state.visit, state.request, state.hints
-        if visit is None:
-            return
+        run, request, hints = state.run_of(store), state.request, state.hints
         ended = []
         if hints.session is not None:
             if hints.terms.priority is Priority.ENDED:
                 ended = self.table.end(state.tenant, hints.session)
-            else:
-                self.table.note(state.tenant, hints.session, visit.own, hints.parent)
-        store.answered(visit, request.num_tokens - request.num_prompt_tokens, ended)
+            elif state.visit is not None or state.computing.scheduled_stop:  # else it left nothing
+                self.table.note(state.tenant, hints.session, run, hints.parent)
+        store.answered(run, request.num_tokens - request.num_prompt_tokens, ended)

@@ -30,6 +30,7 @@ from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.store.lookup import Lookup
+from attnstore_vllm.store.store import Store
 from attnstore_vllm.types import Cause, Key
 
 MIN_LOAD_TOKENS = 16
@@ -350,6 +351,14 @@ class RequestState:
     @property
     def may_save(self) -> bool:
         return self.stores and not self.computing.is_outdated and self.adapter is not None
+
+    def run_of(self, store: Store) -> Run:
+        """Its own run. One that began without a look-up has its terms all the same."""
+        if self.visit is not None:
+            return self.visit.own
+        if self.unseen is None:
+            self.unseen = store.unseen_run(self.hints.terms)
+        return self.unseen
 
     def be_of(self, adapter: bytes | None) -> None:
         """From now on its KV is computed with this adapter; None: with one that is not known."""

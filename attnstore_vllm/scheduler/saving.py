@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from attnstore_vllm.index.chunk import Chunk, ChunkName
@@ -458,7 +457,7 @@ class Saving:
         is_of_prompt = name.position < req.request.num_prompt_tokens
         chunk = self._store.begin_save(
             name,
-            replace(run, priority=Priority.LOW_VALUE) if low_value else run,
+            run.copy(priority=min(run.priority, Priority.LOW_VALUE)) if low_value else run,
             req.hints.terms.pin_s if is_of_prompt and not low_value else None,
             again=name.position >= req.computing.first and not low_value,
             low_value=low_value,
@@ -477,14 +476,14 @@ class Saving:
     def _runs(self, req: RequestState, first: int, count: int) -> list[Run]:
         """The runs of so many of its chunks, from number `first` on."""
         if req.ends_sooner:
-            req.ends_sooner, req.unseen = False, self._store.unseen_run(req.hints.terms)
+            req.ends_sooner, lease = False, self._store.unseen_run(req.hints.terms).lease
             if req.visit is not None:
-                req.visit = req.visit.until(req.unseen.lease)
+                req.visit = req.visit.until(lease)
+            else:
+                req.unseen = req.run_of(self._store).copy(lease=lease)
         if req.visit is not None:
             return req.visit.runs_of(first, first + count)
-        if req.unseen is None:  # it began without a look-up, and has its ttl all the same
-            req.unseen = self._store.unseen_run(req.hints.terms)
-        return [req.unseen] * count
+        return [req.run_of(self._store)] * count
 
     def _plan(
         self, req: RequestState, planned: Planned, *, group: int, is_fleeting: bool = False

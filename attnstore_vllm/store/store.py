@@ -232,16 +232,16 @@ class Store:
             ttls = [ttl for ttl in (self._ttl_s, terms.ttl_s) if ttl is not None]
             self._context.has_leases |= bool(ttls)
             run = unknown_run(self._clock(), min(ttls, default=None))
-            return replace(run, is_shared=True, is_known=True)
+            return replace(run, is_shared=True, is_known=True, priority=terms.priority)
 
-    def answered(self, visit: Visit, num_tokens: int, over: Iterable[Run] = ()) -> None:
-        """The request of this visit has ended, with so many tokens of its own. The conversations of
-        the runs `over` have too: these leave first."""
+    def answered(self, run: Run, num_tokens: int, over: Iterable[Run] = ()) -> None:
+        """The request whose own run this is has ended, with so many tokens of its own. The
+        conversations of the runs `over` have too: these leave first."""
         with self._lock:
-            visit.own.ended_at = self._clock()
-            answer(visit.own, num_tokens, self._estimator)
-            for run in (visit.own, *end(over)):
-                self.residency.rank(run)
+            run.ended_at = self._clock()
+            answer(run, num_tokens, self._estimator)
+            for changed in (run, *end(over)):
+                self.residency.rank(changed)
 
     def find(
         self,

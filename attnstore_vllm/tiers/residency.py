@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
@@ -201,7 +200,7 @@ class Residency:
         """Let these leave before most that is as old. That is no use: another request may have used
         them last, and its lease is of more than these."""
         for run, of_run in groupby(self.drop_expired(chunks), self.run_of):
-            low = replace(run, priority=min(run.priority, Priority.LOW))
+            low = run.copy(priority=min(run.priority, Priority.LOW))
             low.touch(self.now)
             self._move([*of_run], low)
 

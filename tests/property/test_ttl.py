@@ -485,7 +485,7 @@ class History:
         request = self.running.pop(self.rng.randrange(len(self.running)))
         request.ended_at = self.clock.now
         self.oracle.activity(request, self.clock.now)
-        self.rig.store.answered(request.visit, len(request.tokens) - request.num_prompt)
+        self.rig.store.answered(request.visit.own, len(request.tokens) - request.num_prompt)
         index = self.rig.store.residency.index
         chunks = [chunk for key in request.used if (chunk := index.get(key)) is not None]
         chunks = self.rng.sample(chunks, self.rng.randint(0, min(2, len(chunks))))

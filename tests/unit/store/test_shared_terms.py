@@ -153,7 +153,7 @@ def test_the_next_turn_shares_no_rest_unless_it_asks_for_less(
         assert chunk is not None
         rig.store.finish_saves([chunk])
         if last is None:
-            rig.store.answered(first, 0)
+            rig.store.answered(first.own, 0)
             last = visited(rig, longer, terms)
     assert last is not None
     save(rig, longer, last)
