@@ -393,7 +393,9 @@ def uses_all(piece: Piece, lookup: Lookup, stop: int, grain: int) -> bool:
     if piece.has_end(grain):
         return False
     name, keys = piece.chunk.name, lookup.keys
-    if piece.first is not None or piece.stop >= name.end:
+    if piece.first is not None:  # of a part it can go on with nothing of its own
+        return piece.stop - piece.start == name.num_tokens
+    if piece.stop >= name.end:
         return True
     if name.end <= len(keys.token_ids):
         tokens = keys.tokens(name.position, name.end)

@@ -180,18 +180,18 @@ class Oracle:
         pieces: Sequence[Piece],
         tails: Iterable[Key],
         now: float,
-        begun: Container[Key],
+        begun: Container[Piece],
     ) -> None:
         """It found these. Who used what stands behind a chunk has used that chunk, too.
 
         Args:
-            begun: chunks of which it has the beginning alone, and goes on otherwise: no use.
+            begun: those of them of whose chunks it has a part alone, which is no use.
         """
         longest, end, found = request.ttl_s, 0.0, dict[Key, float]()
         longest_here = request.ttl_s
         spine = [piece for piece in pieces if not piece.group and piece.first is None]
         for piece in reversed(spine):
-            if piece.chunk.name.key in begun or piece.chunk.name.num_tokens % GRAIN:
+            if piece in begun or piece.chunk.name.num_tokens % GRAIN:
                 continue  # of what has an end the tails say who uses it
             kept = self.kept[piece.chunk.name.key]
             longest, end = max(longest, kept.ttl_s), max(end, kept.ends)
@@ -202,7 +202,7 @@ class Oracle:
             request.shares[piece.start // CHUNK_TOKENS] = longest, end
         for piece in pieces[len(spine) :]:
             is_moved = piece.first is not None  # so it is of no chunk of the request
-            if piece.chunk.name.key in begun and not is_moved:
+            if piece in begun:
                 continue
             ttl_s, end = (
                 (request.ttl_s, 0.0) if is_moved else request.shared(piece.start // CHUNK_TOKENS)
@@ -371,19 +371,24 @@ class History:
         self.say(f"prefetch {text[0]}..{text[stop - 1]} ({stop}): {self.ends_of(pieces)}")
         self.check_found(pieces)
         begun = self.begun(text[:stop], pieces)
-        found = {piece.chunk.name.key for piece in pieces}
-        for key in {*tails, *found} - begun:
+        used = {piece.chunk.name.key for piece in pieces if piece not in begun}
+        for key in {*tails, *used}:
             self.oracle.use(key, self.clock.now, 0.0, None)
 
-    def begun(self, tokens: list[int], pieces: Iterable[Piece]) -> set[Key]:
-        """Chunks of these of which a request of these tokens has the beginning alone, and goes on
-        otherwise. Of tokens that end within a chunk the whole blocks count."""
+    def begun(self, tokens: list[int], pieces: Iterable[Piece]) -> set[Piece]:
+        """Those of these of whose chunks a request of these tokens has a part alone: it goes on
+        otherwise, or moves no more. Of tokens that end within a chunk the whole blocks count."""
         found = set()
-        for name in (piece.chunk.name for piece in pieces if piece.first is None):
+        for piece in pieces:
+            name = piece.chunk.name
             whole = name.end if name.end <= len(tokens) else (len(tokens) - 1) // GRAIN * GRAIN
             stored = (self.names | self.sections)[name.key][:whole]
-            if name.num_tokens % GRAIN == 0 and tokens[:whole] != stored:
-                found.add(name.key)
+            if piece.first is not None:
+                has_part = piece.stop - piece.start < name.num_tokens
+            else:
+                has_part = name.num_tokens % GRAIN == 0 and tokens[:whole] != stored
+            if has_part:
+                found.add(piece)
         return found
 
     def tails(self, tokens: Sequence[int], stop: int) -> Iterator[Key]:

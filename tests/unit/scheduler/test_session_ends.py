@@ -115,7 +115,9 @@ def test_what_a_cut_prompt_has_moved(other: str, monkeypatch: pytest.MonkeyPatch
     serve(world, "two", [*kept, *range(7000, 7040)], session=other, truncation=True)
     say_it_is_over(world)
     if other != "s":
-        assert Priority.NORMAL in priorities(world)
+        residency = world.store.residency
+        found = [residency.run_of(chunk) for chunk in residency.index]
+        assert {run.priority for run in found if run.is_shared} == {Priority.NORMAL}
         say_it_is_over(world, other)
     assert priorities(world) == {Priority.ENDED}
     world.close()

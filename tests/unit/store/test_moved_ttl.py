@@ -71,3 +71,15 @@ def test_who_takes_it_takes_no_time_from_others(rig: Rig, clock: Clock, terms: T
     assert serve(rig, source[:20] + source[70:170] + tokens_of(2, 8), SHORT, moves=True) == 118
     clock.now += 25.0
     assert rig.store.find(lookup_of(source), 0, 192)[-1].stop == 192
+
+
+def test_who_moves_a_part_of_a_chunk_keeps_none_of_it(rig: Rig, clock: Clock) -> None:
+    """The rest of it is another's, who has said for how long. What is moved whole is of both."""
+    source = tokens_of(1, 192)
+    serve(rig, source, SHORT)
+    moved = source[:20] + source[70:170]
+    assert serve(rig, moved + tokens_of(2, 8), NO_TERMS, moves=True) == len(moved) - 2
+    rig.store.residency.now = clock.now = clock.now + 25.0
+    chunks = [rig.chunk(name) for name in names_of(sequence_of(source))]
+    kept = {n for n, chunk in enumerate(chunks) if not rig.store.residency.has_expired(chunk)}
+    assert kept == {0, *range(5, 10)}, "of the fourth and the tenth it has moved a part"
