@@ -59,14 +59,14 @@ def lease_for(ttl_s: float | None, now: float) -> Lease | None:
 
 @dataclass(slots=True, eq=False)
 class Lot:
-    """What one request has left, be its chunks of other runs meanwhile: they end together."""
+    """All that one request has left, be its chunks of other runs meanwhile: they end together."""
 
     runs: WeakKeyDictionary[Run, None] = field(default_factory=WeakKeyDictionary)
     has_ended: bool = False
 
 
 LOTS_MAX = 4
-"""What more requests than these have moved ends with none of them."""
+"""KV that more requests than these have moved ends with none of them."""
 SHARED_RUNS_MAX = 4
 """A request's shared chunks are of so many runs at most, by how long they are kept."""
 JOINT_MAX = 32
@@ -134,7 +134,7 @@ class Run:
             lot.runs[self] = None
 
     def as_lots(self) -> tuple[Lot, ...]:
-        """What ends with it, from now on. Of whom it is must be known, else nothing does."""
+        """Its lots, from now on. Of what is not known whose it is nothing ends."""
         if not self.lots and self.is_known:
             lot = Lot()
             lot.runs[self] = None

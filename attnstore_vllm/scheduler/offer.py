@@ -343,9 +343,7 @@ class Offers:
         if self._needs:
             self._count_loaded((*used, *sections, *states), stop)
         loaded = (*used, *rest, *sections, *states)
-        num_tokens, pin_s = state.request.num_prompt_tokens, state.hints.terms.pin_s
-        if pin_s is not None:
-            self._store.pin(loaded, state.lookup, num_tokens, pin_s)
+        self._pin(state, loaded)
         sources = self._costs.count_loaded(stats, used, start, now)
         state.counted.sources = dict(sources + self._store.tiers(rest, now))
         if moved:  # tokens count once, not once a group
@@ -373,6 +371,12 @@ class Offers:
         if state.finds_moved:
             self._truncation.taken(state, used, stop)
         return offered.layers_before > 0
+
+    def _pin(self, state: RequestState, loaded: Sequence[Piece]) -> None:
+        """A request loads these, and may have asked for its prompt to be pinned."""
+        pin_s = state.hints.terms.pin_s
+        if pin_s is not None:
+            self._store.pin(loaded, state.lookup, state.request.num_prompt_tokens, pin_s)
 
     def _go_on(
         self, state: RequestState, taken: Sequence[Piece], start: int, stop: int, tables: Tables

@@ -6,6 +6,8 @@
     WindowsAlone   no group has all tokens: names are walked from the right
 
 Which of them is chosen once, by the needs of the model's groups (index/sections.py).
+
+It is long since what a request finds, uses and waits for is told apart in one place.
 """
 
 from __future__ import annotations
