@@ -289,10 +289,11 @@ class Residency:
             if not yields and (run is None or run.since >= before.since):
                 # by one that came before it is no older
                 self.use([known], run and self._joint.of(run, before, self.now))
-            # It takes no room from what waits to be read or written: it can be read again.
+            # It takes no room from what waits to be read or written, if it can be read in time.
             is_here = known.dram.state is not State.ABSENT
+            whose = None if self.dram.is_slow and not yields else LAST
             again |= known.behind.keys() <= self._asked  # others have it, or say so
-            if not again or is_here or not self._make_room_in_dram(LAST, known.run):
+            if not again or is_here or not self._make_room_in_dram(whose, known.run):
                 return None
             known.name = name  # its tokens, which the tiers behind alone had
             self.look_ahead.has_come(known)
