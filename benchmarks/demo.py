@@ -4,7 +4,7 @@
 Both servers have the same flags, the same model and the same HBM, too small to keep a
 conversation until its next turn. DRAM is small as well, so that some of the KV has to come back
 from NVMe. The answers of both sides are compared; where one differs, it is checked against the
-rounding that the server without the store shows when it is asked the same again.
+rounding that the server without the store shows when its prompts are split elsewhere.
 
     python -m benchmarks.demo
     python -m benchmarks.demo --dataset sharegpt.json --conversations 24
@@ -57,6 +57,7 @@ CONTEXT_TOKENS: Final = 4_096
 BLOCK_TOKENS: Final = 128
 MAX_TOKENS: Final = 128
 TOP_LOGPROBS: Final = 5
+ASKED_AGAIN: Final = 16  # questions at least, to see how far rounding moves answers
 WARM_UP: Final = Conversation("warm-up", ("Once upon a time. " * 300, "And then? " * 50))
 
 
@@ -137,9 +138,12 @@ def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> int:
         url, metrics = server.base_url, server.metrics
         chosen = _awaited(_choose(args, url, conversations, settings))
         alone = _awaited(_side(args, NAMES[0], url, chosen, settings, metrics))
-        print("2/4  the same server again: how far does rounding move its answers?")
-        last, *again = _awaited(_ask_again(args, url, chosen, settings, alone.records))
-    changes = gap_changes(last, again[0]) + gap_changes(again[0], again[1])
+        print(
+            "2/4  the same server, prompts split elsewhere: how far does rounding move its answers?"
+        )
+        pairs = _awaited(ask_again(url, chosen, settings, alone.records, args.clients))
+    # Each pair on its own: all have the history of the replay, whatever the others answered.
+    changes = [change for x, y in pairs for change in gap_changes([x], [y])]
 
     yaml = _write_settings(args)
     print(f"3/4  vllm serve --kv-transfer-config {yaml} (log: {args.workdir / 'store.log'})")
@@ -221,41 +225,57 @@ async def _side(
     return Side(name, records, traffic(before, metrics()), seconds)
 
 
-async def _ask_again(
-    args: argparse.Namespace,
+async def ask_again(
     url: str,
     conversations: Sequence[Conversation],
     settings: RequestSettings,
     records: Sequence[TurnRecord],
-) -> tuple[list[TurnRecord], list[TurnRecord], list[TurnRecord]]:
-    """Ask each conversation's last question twice more: the first time it has left HBM and is
-    computed, the second time vLLM's own cache has most of it. So the prompt is split in two
-    ways, and the batches differ from those of the replay.
+    clients: int,
+) -> list[tuple[TurnRecord, TurnRecord]]:
+    """Ask vLLM alone questions of the replay again, with prompts that are split elsewhere.
 
-    Returns the records of the replay, of the first and of the second repetition.
+    Each has a cache salt of its own, so vLLM's cache has nothing of it, whatever HBM keeps: at
+    first the prompt is computed whole. Asked once more, it is split at its last whole block.
+    The replay had it split after the history's last one, with KV of answers in it.
+
+    Last questions come first: their prompts are the longest. Of a short demo all are asked, then
+    all again with another beginning, until there are `ASKED_AGAIN`.
+
+    Returns: pairs of answers to one prompt, split in two ways.
     """
     by_conversation: dict[str, list[TurnRecord]] = {}
     for record in records:
         by_conversation.setdefault(record.conversation_id, []).append(record)
     complete = [c for c in conversations if not failures(by_conversation[c.id])]
-    last = [by_conversation[c.id][-1] for c in complete]
-    again = [
-        [TurnRecord(conversation_id=r.conversation_id, turn=r.turn) for r in last] for _ in range(2)
-    ]
+    rest = [(c, r) for c in complete for r in by_conversation[c.id]]
+    # Stable: the last turns of all conversations, then those before them.
+    rest.sort(key=lambda asked: asked[1].turn - len(by_conversation[asked[0].id]), reverse=True)
+    wanted = max(ASKED_AGAIN, len(complete)) if rest else 0
+    pairs: list[tuple[TurnRecord, TurnRecord]] = []
+
+    async def client(http: aiohttp.ClientSession, first: int) -> None:
+        for n in range(first, wanted, clients):
+            use, place = divmod(n, len(rest))
+            conversation, replayed = rest[place]
+            salted = replace(settings, extra={**settings.extra, "cache_salt": f"again-{n}"})
+            answers = []
+            for _ in ("whole", "from vLLM's cache"):
+                talk = Talk(conversation, salted, use)
+                for turn, record in enumerate(
+                    by_conversation[conversation.id][: replayed.turn - 1]
+                ):
+                    talk.question(turn)
+                    talk.answer(turn, record)
+                answer = TurnRecord(conversation_id=conversation.id, turn=replayed.turn)
+                await talk.ask(http, url, replayed.turn - 1, answer)
+                answers.append(answer)
+            pairs.append((answers[0], answers[1]))
+            if use == 0:  # else the replay had another beginning
+                pairs.append((replayed, answers[0]))
+
     async with open_http(settings) as http:
-
-        async def client(n: int) -> None:
-            for place in range(n, len(complete), args.clients):
-                *earlier, final = by_conversation[complete[place].id]
-                for repetition in again:
-                    talk = Talk(complete[place], settings)
-                    for turn, record in enumerate(earlier):
-                        talk.question(turn)
-                        talk.answer(turn, record)
-                    await talk.ask(http, url, final.turn - 1, repetition[place])
-
-        await asyncio.gather(*(client(n) for n in range(args.clients)))
-    return last, again[0], again[1]
+        await asyncio.gather(*(client(http, n) for n in range(clients)))
+    return pairs
 
 
 def _finish(
