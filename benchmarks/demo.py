@@ -4,7 +4,8 @@
 Both servers have the same flags, the same model and the same HBM, too small to keep a
 conversation until its next turn. DRAM is small as well, so that some of the KV has to come back
 from NVMe. The answers of both sides are compared; where one differs, it is checked against the
-rounding that the server without the store shows when its prompts are split elsewhere.
+rounding that the server without the store shows when its prompts are split
+elsewhere and come in other company.
 
     python -m benchmarks.demo
     python -m benchmarks.demo --dataset sharegpt.json --conversations 24
@@ -57,7 +58,8 @@ CONTEXT_TOKENS: Final = 4_096
 BLOCK_TOKENS: Final = 128
 MAX_TOKENS: Final = 128
 TOP_LOGPROBS: Final = 5
-ASKED_AGAIN: Final = 16  # questions at least, to see how far rounding moves answers
+ASKED_AGAIN: Final = 12  # questions at least, to see how far rounding moves answers
+TOGETHER: Final = 4  # of them at the same time: more than in the replay
 WARM_UP: Final = Conversation("warm-up", ("Once upon a time. " * 300, "And then? " * 50))
 
 
@@ -138,10 +140,8 @@ def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> int:
         url, metrics = server.base_url, server.metrics
         chosen = _awaited(_choose(args, url, conversations, settings))
         alone = _awaited(_side(args, NAMES[0], url, chosen, settings, metrics))
-        print(
-            "2/4  the same server, prompts split elsewhere: how far does rounding move its answers?"
-        )
-        pairs = _awaited(ask_again(url, chosen, settings, alone.records, args.clients))
+        print("2/4  the same server, asked otherwise: how far does rounding move its answers?")
+        pairs = _awaited(ask_again(url, chosen, settings, alone.records))
     # Each pair on its own: all have the history of the replay, whatever the others answered.
     changes = [change for x, y in pairs for change in gap_changes([x], [y])]
 
@@ -230,52 +230,51 @@ async def ask_again(
     conversations: Sequence[Conversation],
     settings: RequestSettings,
     records: Sequence[TurnRecord],
-    clients: int,
 ) -> list[tuple[TurnRecord, TurnRecord]]:
-    """Ask vLLM alone questions of the replay again, with prompts that are split elsewhere.
+    """Ask vLLM alone questions of the replay again, split elsewhere and in other company.
 
-    Each has a cache salt of its own, so vLLM's cache has nothing of it, whatever HBM keeps: at
-    first the prompt is computed whole. Asked once more, it is split at its last whole block.
-    The replay had it split after the history's last one, with KV of answers in it.
+    Each has a cache salt of its own, so vLLM's cache has nothing of it, whatever HBM keeps.
+    At first they come one by one: the prompt is computed whole, the answer with no other. Then a
+    few come together: each prompt is split at its last whole block. The replay had two together,
+    and prompts that begin with the KV of earlier answers.
 
     Last questions come first: their prompts are the longest. Of a short demo all are asked, then
     all again with another beginning, until there are `ASKED_AGAIN`.
 
-    Returns: pairs of answers to one prompt, split in two ways.
+    Returns: pairs of answers to one prompt.
     """
-    by_conversation: dict[str, list[TurnRecord]] = {}
+    held: dict[str, list[TurnRecord]] = {}
     for record in records:
-        by_conversation.setdefault(record.conversation_id, []).append(record)
-    complete = [c for c in conversations if not failures(by_conversation[c.id])]
-    rest = [(c, r) for c in complete for r in by_conversation[c.id]]
+        held.setdefault(record.conversation_id, []).append(record)
+    complete = [c for c in conversations if not failures(held[c.id])]
     # Stable: the last turns of all conversations, then those before them.
-    rest.sort(key=lambda asked: asked[1].turn - len(by_conversation[asked[0].id]), reverse=True)
-    wanted = max(ASKED_AGAIN, len(complete)) if rest else 0
-    pairs: list[tuple[TurnRecord, TurnRecord]] = []
+    all_asked = sorted(
+        ((c, record) for c in complete for record in held[c.id]),
+        key=lambda asked: len(held[asked[0].id]) - asked[1].turn,
+    )
+    wanted = max(ASKED_AGAIN, len(complete)) if complete else 0
 
-    async def client(http: aiohttp.ClientSession, first: int) -> None:
-        for n in range(first, wanted, clients):
-            use, place = divmod(n, len(rest))
-            conversation, replayed = rest[place]
+    async def client(http: aiohttp.ClientSession, first: int, step: int) -> dict[int, TurnRecord]:
+        answers = {}
+        for n in range(first, wanted, step):
+            use, place = divmod(n, len(all_asked))
+            conversation, replayed = all_asked[place]
             salted = replace(settings, extra={**settings.extra, "cache_salt": f"again-{n}"})
-            answers = []
-            for _ in ("whole", "from vLLM's cache"):
-                talk = Talk(conversation, salted, use)
-                for turn, record in enumerate(
-                    by_conversation[conversation.id][: replayed.turn - 1]
-                ):
-                    talk.question(turn)
-                    talk.answer(turn, record)
-                answer = TurnRecord(conversation_id=conversation.id, turn=replayed.turn)
-                await talk.ask(http, url, replayed.turn - 1, answer)
-                answers.append(answer)
-            pairs.append((answers[0], answers[1]))
-            if use == 0:  # else the replay had another beginning
-                pairs.append((replayed, answers[0]))
+            talk = Talk(conversation, salted, use)
+            for turn, record in enumerate(held[conversation.id][: replayed.turn - 1]):
+                talk.question(turn)
+                talk.answer(turn, record)
+            answers[n] = TurnRecord(conversation_id=conversation.id, turn=replayed.turn)
+            await talk.ask(http, url, replayed.turn - 1, answers[n])
+        return answers
 
     async with open_http(settings) as http:
-        await asyncio.gather(*(client(http, n) for n in range(clients)))
-    return pairs
+        alone = await client(http, 0, 1)
+        parts = await asyncio.gather(*(client(http, n, TOGETHER) for n in range(TOGETHER)))
+    together = {n: answer for part in parts for n, answer in part.items()}
+    # Those of another beginning have no answer of the replay beside them.
+    replayed = [(record, alone[n]) for n, (_, record) in enumerate(all_asked[:wanted])]
+    return replayed + [(alone[n], together[n]) for n in alone]
 
 
 def _finish(

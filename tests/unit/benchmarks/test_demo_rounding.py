@@ -15,7 +15,7 @@ from attnstore_lab.bench.closed_loop import take_turns
 from attnstore_lab.bench.conversations import Conversation
 from attnstore_lab.bench.records import TurnRecord
 from benchmarks.agreement import gap_changes, rounding_bound
-from benchmarks.demo import ASKED_AGAIN, ask_again
+from benchmarks.demo import ASKED_AGAIN, TOGETHER, ask_again
 from tests.fake_openai import send, serving, stream
 
 SETTINGS = RequestSettings(model="m", max_tokens=1, top_logprobs=2)
@@ -29,6 +29,8 @@ class Rounds:
 
     def __init__(self, fails: str = "") -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.at_once: list[int] = []
+        self._now = 0
         self._seen: set[str] = set()
         self._fails = fails
 
@@ -37,6 +39,10 @@ class Rounds:
         if self._fails and self._fails in body["messages"][-1]["content"]:
             return web.Response(status=500)
         self.bodies.append(body)
+        self._now += 1
+        self.at_once.append(self._now)
+        await asyncio.sleep(0.01)
+        self._now -= 1
         salt = body.get("cache_salt")
         split = "replay" if salt is None else "cached" if salt in self._seen else "whole"
         self._seen |= {salt} if salt is not None else set()
@@ -67,7 +73,7 @@ def asked(
         async with serving(server) as url:
             records = await take_turns(url, held, SETTINGS, progress=False)
             before = len(server.bodies)
-            return await ask_again(url, held, SETTINGS, records, clients=2), before
+            return await ask_again(url, held, SETTINGS, records), before
 
     pairs, before = asyncio.run(run())
     return pairs, server.bodies[before:]
@@ -101,6 +107,14 @@ def test_last_questions_come_first_and_then_the_same_with_another_beginning() ->
     assert said[0] == ["question 0.0", "a", "question 0.1", "a", "question 0.2"]
     assert said[6] == ["(1) question 0.0", *said[0][1:]]
     assert len({tuple(texts) for texts in said}) == len(said), "none is asked under two salts"
+
+
+def test_they_come_one_by_one_and_then_together() -> None:
+    server = Rounds()
+    _, bodies = asked(server, conversations(4, 3))
+    assert len(bodies) == 2 * ASKED_AGAIN
+    assert server.at_once[-len(bodies) : -ASKED_AGAIN] == [1] * ASKED_AGAIN
+    assert max(server.at_once[-ASKED_AGAIN:]) == TOGETHER > 2
 
 
 def test_conversations_that_failed_are_not_asked_again() -> None:
