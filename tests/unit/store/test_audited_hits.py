@@ -45,7 +45,7 @@ def test_the_hit_that_was_compared_last_stays_longest() -> None:
     for other in range(1, 3 * HITS_MAX):
         hits.note(other, chunk(0), differs=True)
         hits.note(0, chunk(64), differs=True)
-    behind = chunk(128)
+    behind = chunk(32)
     assert hits.doubted(0, behind, differs=False) == [behind]
     assert hits.doubted(1, behind, differs=False) == [], "the memory has an end"
     assert num_known(hits) == HITS_MAX
