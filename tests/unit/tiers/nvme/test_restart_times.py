@@ -331,27 +331,6 @@ def test_starts_add_nothing_to_the_writes_of_a_day() -> None:
     assert written > 0.9 * rate * DAY_S
 
 
-@pytest.mark.parametrize("starts", [1, 24, 30, 48, 288])
-def test_no_start_forgets_what_an_earlier_one_owed(starts: int) -> None:
-    """Records of 32 MiB, 1 GiB a day: an hour's share is hardly more than one of them."""
-    daily, record, written = 1 << 30, 32 << 20, 0
-    seconds = int(DAY_S) // starts
-    for start in range(starts):
-        begun = float(start * seconds)
-        budget = Budget(daily / DAY_S, 3600.0, empty_at=begun)
-        written += sum(record for s in range(seconds) if budget.take(begun + s, record))
-    assert written <= daily
-    assert written > 0.6 * daily or seconds < DAY_S / 32, "less than a record's share"
-
-
-def test_a_record_of_more_than_an_hours_share_is_written_when_it_is_saved_up() -> None:
-    budget = Budget(1.0, 3600.0, empty_at=0.0)
-    assert [at for at in range(0, 60_000, 100) if budget.take(float(at), 20_000)] == [
-        20_000,
-        40_000,
-    ]
-
-
 def test_each_start_begins_with_no_savings(open_rig: Rigs, wall: Wall) -> None:
     """A day's budget is ten records an hour. Each start on a new directory would have those of an
     hour at once, if it began with them: a container's has one at each start."""
