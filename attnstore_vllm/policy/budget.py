@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 _ROUNDING_BYTES = 1
-"""What sums of rates may be short of."""
+"""How much sums of rates may be short of."""
 
 
 class Budget:
