@@ -48,17 +48,26 @@ class Quota:
         """Read the salt. Raises ConfigError, in which the salt is not."""
         if self.salt_file is None:
             return None
-        what = f"quotas.{self.name}.salt_file is {str(self.salt_file)!r}, which"
-        try:
-            salt = read_secret_file(self.salt_file, what, "salt", SALT_BYTES_MAX).decode()
-        except UnicodeDecodeError:
-            raise ConfigError(f"{what} is not UTF-8; write the salt as requests send it") from None
-        if not 0 < len(salt.encode()) <= SALT_BYTES_MAX:
-            raise ConfigError(
-                f"{what} has no salt of 1 to {SALT_BYTES_MAX} bytes; write the salt as requests "
-                "send it"
-            )
-        return salt
+        return read_salt(self.salt_file, f"quotas.{self.name}.salt_file")
+
+
+def read_salt(path: Path, key: str) -> str:
+    """The text of a file that its owner alone may read, but white space at its ends. Raises
+    ConfigError, in which the salt is not.
+
+    Args:
+        key: the setting or option that names the file.
+    """
+    what = f"{key} is {str(path)!r}, which"
+    try:
+        salt = read_secret_file(path, what, "salt", SALT_BYTES_MAX).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} is not UTF-8; write the salt as requests send it") from None
+    if not 0 < len(salt.encode()) <= SALT_BYTES_MAX:
+        raise ConfigError(
+            f"{what} has no salt of 1 to {SALT_BYTES_MAX} bytes; write the salt as requests send it"
+        )
+    return salt
 
 
 def parse_quotas(given: object) -> tuple[Quota, ...]:

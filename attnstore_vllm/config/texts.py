@@ -330,7 +330,7 @@ SETTINGS = (
     Setting(
         "shared.ca", "the system's", "absolute path",
         "The certificates that Redis's own is checked against.",
-        "Set it where a CA of your own has signed that.",
+        "Set it where a CA of your own has signed that. Only with rediss://, as cert and key are.",
     ),
     Setting(
         "shared.cert", "none", "absolute path",

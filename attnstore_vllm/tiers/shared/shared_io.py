@@ -145,7 +145,7 @@ class SharedIo(RemoteIo):
         self._said_forged = self._said_unsaved = False
         now = context.steady()
         self._budgets = [
-            # A start adds nothing to a day's.
+            # A start adds nothing to a day's, nor lends of the next one's.
             Budget(rate, burst, empty_at=now if burst >= DAILY_BURST_S else None)
             for burst, rate in write_rates.items()
             if rate
@@ -366,7 +366,7 @@ class SharedIo(RemoteIo):
         now = self.context.steady()
         if self._usable is None or not self.helper.is_running:
             return True
-        return not all(budget.take(now, 0) for budget in self._budgets)
+        return not all(budget.has(now, self.record_bytes) for budget in self._budgets)
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         names, now = self._names(), self.context.steady()
