@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from attnstore_lab.testing.devices import MemoryDevice
@@ -269,3 +270,40 @@ def test_a_found_one_is_used_pinned_and_dropped(tmp_path: Path, *, use: bool) ->
         assert residency.nvme_quotas.held(GOLD) == 1
     finally:
         rig.close()
+
+
+def headers_of(*numbers: int) -> tuple[memoryview, int]:
+    """Headers of records of these chunks, one after another, and how long one is."""
+    rig = memory_rig(len(numbers))
+    put_all(rig, "gold", *numbers)
+    assert isinstance(rig.device, MemoryDevice)
+    size, offsets = rig.slab.header_bytes, map(rig.slab.offset, range(len(numbers)))
+    headers = b"".join(bytes(rig.device.image[at : at + size]) for at in offsets)
+    rig.close()
+    return memoryview(headers), size
+
+
+def test_a_record_that_is_left_out_is_not_counted() -> None:
+    headers, size = headers_of(1)
+    tiers = limited(4, {GOLD: 2})
+    for slot in (0, 1):  # the same chunk once more
+        tiers.nvme.adopt(headers, np.array([slot], dtype=np.uint32), size)
+        assert tiers.nvme_quotas.held(GOLD) == 1
+    tiers.check_integrity()
+
+
+def test_what_is_used_while_recovery_goes_on_stands_where_its_use_says() -> None:
+    headers, size = headers_of(1, 2)
+    tiers = limited(4, {GOLD: 2})
+    tiers.nvme.adopt(headers, np.arange(2, dtype=np.uint32), size)
+    assert tiers.nvme_quotas.held(GOLD) == 2
+    first = tiers.index.get(name(1).key)
+    assert first is not None
+    tiers.use([first], unknown_run(tiers.now))
+    tiers.check_integrity()
+    tiers.nvme.all_adopted(tiers.nvme.adopted(), tiers.now)
+    tiers.check_integrity()
+    (third,) = written(tiers, 3)
+    assert on_nvme(first, third) == [True, True]
+    (fourth,) = written(tiers, 4)
+    assert on_nvme(first, third, fourth) == [False, True, True]
