@@ -2,8 +2,8 @@
 """Random moves of chunks of tenants with and without quotas.
 
 Goal: what is counted is what a recount finds, after any moves; a save never takes a tenant beyond
-its quota, nor a write beyond that of NVMe; after a read a tenant is beyond it only where none of its
-own clean chunks could go.
+its quota, nor a write beyond that of NVMe; after a read a tenant is beyond it only where none of
+its own clean chunks could go.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Play:
 
     def count_on_nvme(self, tenant: bytes) -> int:
         """A recount by what the index has."""
-        return sum(chunk.name.tenant == tenant for chunk in self.tiers.index if NVME in chunk.behind)
+        return sum(
+            chunk.name.tenant == tenant for chunk in self.tiers.index if NVME in chunk.behind
+        )
 
     def names(self) -> list[ChunkName]:
         salt = self.random.choice([GOLD, TIN, NONE])

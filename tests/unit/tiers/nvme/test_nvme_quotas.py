@@ -243,7 +243,9 @@ def test_one_write_makes_way_for_a_bounded_number(tmp_path: Path) -> None:
         held = [20]
         for number in range(30, 34):
             put_all(rig, "gold", number)
-            held.append(int(rig.store.gauges()["tenant_held_bytes", f"best|{NVME}"]) // RECORD_BYTES)
+            held.append(
+                int(rig.store.gauges()["tenant_held_bytes", f"best|{NVME}"]) // RECORD_BYTES
+            )
         assert held == [20, 21 - SHRINK_MAX, 22 - 2 * SHRINK_MAX, 2, 2]
     finally:
         rig.close()

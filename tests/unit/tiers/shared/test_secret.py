@@ -108,7 +108,9 @@ def test_groups_of_one_secret_with_other_prefixes_are_told_apart(tmp_path: Path)
     assert decode(value, name, theirs) is None
     assert name_of(bytes(32), theirs) != name
     config = parsed(tmp_path, secret_file=str(path), prefix="fleetA/")
-    assert make_shared(config, 16, bytes(32), tmp_path).keys == ours, "the setting has no effect"
+    assert make_shared(config, 16, bytes(32), tmp_path, slot_bytes=1, quotas={}).keys == ours, (
+        "the setting has no effect"
+    )
     config = parsed(tmp_path, secret_file=str(path))
     assert make_shared(config, 16, bytes(32), tmp_path).keys == SharedKeys.of(SECRET)
 
