@@ -13,8 +13,10 @@ from attnstore_lab.testing.network_stores import NetworkStore
 from attnstore_vllm.config.shared import SharedConfig
 from attnstore_vllm.config.tenants import Quota
 from attnstore_vllm.index.keys import tenant_hash
+from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.shared.lanes import LaneOp
+from attnstore_vllm.tiers.shared.shared_io import _LoadJob
 from attnstore_vllm.tiers.shared.shared_tier import SharedTier
 from attnstore_vllm.tiers.shared.start import make_shared
 from attnstore_vllm.types import SHARED
@@ -67,6 +69,27 @@ def test_at_its_quota_its_own_oldest_is_deleted(
     gauges, size = rig.store.gauges(), io_of(rig).record_bytes
     assert gauges["tenant_quota_bytes", f"best|{SHARED}"] == 2 * size
     assert "over_quota" not in counts(rig)
+
+
+def test_what_was_used_stays_and_what_is_gone_does_not_count(
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
+) -> None:
+    rig = open_shared(server, **quota(2))
+    for number in (1, 2):
+        try_to_write(rig, number)
+    (first,) = (rig.chunk(name) for name in whole_chunks(tokens(1), "gold"))
+    residency = rig.store.residency
+    with rig.store.queue():  # its lock
+        residency.now += 60.0
+        residency.use([first], unknown_run(residency.now))
+    try_to_write(rig, 3)
+    assert there(rig, stranger, 1, 2, 3) == [1, 0, 1]
+    io, job_name = io_of(rig), stored_names(rig, tokens(1), "gold")[0]
+    with rig.store.queue():
+        io._num_loading += 1
+    job = _LoadJob(first, None, job_name, memoryview(b""), lambda failure, told: None)
+    io._end_load(job, None, is_missing=True)
+    assert held(rig) == 1
 
 
 def test_what_another_has_put_is_not_counted(
