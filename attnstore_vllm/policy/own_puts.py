@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server itself has put into a tier that others share, and which of it goes for a tenant at
-its quota. Pure: names in, names out.
+"""Records that a server itself has put into a tier that others share, and which of them goes for a
+tenant at its quota. Pure: names in, names out.
 
 Such a tier evicts as it likes, and tells no server. So this counts what was put and not deleted
 since, but for what is known to be gone. Only tenants with a quota are counted.
@@ -23,17 +23,17 @@ PUTS_MAX = 1 << 22
 class _Put:
     key: Key
     name: bytes
-    """Of its record. After a reset the same chunk has another one."""
+    """That of its record. After a reset the same chunk has another one."""
 
 
 @dataclass(slots=True)
 class _Begun:
     slot: int
     victim: _Put | None
-    """What is to be deleted before; None: nothing, or it is deleted."""
+    """That is to be deleted before; None: nothing, or it is deleted."""
 
 
-class _Tenant:
+class _PutsOf:
     def __init__(self, most: int, order: Callable[[int], Departures]) -> None:
         self.most = min(most, PUTS_MAX)
         self.order = order(self.most)
@@ -72,7 +72,7 @@ class OwnPuts:
     """
 
     def __init__(self, most: Mapping[bytes, int], order: Callable[[int], Departures]) -> None:
-        self._tenants = {tenant: _Tenant(number, order) for tenant, number in most.items()}
+        self._tenants = {tenant: _PutsOf(number, order) for tenant, number in most.items()}
 
     def orders(self) -> list[Departures]:
         return [tenant.order for tenant in self._tenants.values()]
@@ -119,7 +119,7 @@ class OwnPuts:
         return victim.name
 
     def deleted(self, tenant: bytes, name: bytes) -> None:
-        """What was to be deleted for this record is not there any more."""
+        """The one that was to be deleted for this record is not there any more."""
         self._tenants[tenant].begun[name].victim = None
 
     def end(self, tenant: bytes, name: bytes, *, is_there: bool) -> None:

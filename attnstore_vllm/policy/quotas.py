@@ -131,8 +131,8 @@ class Quotas:
         return None
 
     def first_over(self, victim: Callable[[bytes], int | None]) -> int | None:
-        """What `victim` finds of the first tenants over their quotas. Who has none is last from
-        then on. Cost: OVER_MAX calls."""
+        """The slot that `victim` finds of the first tenants over their quotas. Who has none is last
+        from then on. Cost: OVER_MAX calls."""
         for tenant in [*islice(self.over, OVER_MAX)]:
             slot = victim(tenant)
             if slot is not None:
@@ -195,4 +195,5 @@ class Quotas:
             assert found.num_held == len(own)
             assert len(found.order) <= len(own)
             assert sum(slot in found.order for slot in own) == len(found.order)
-            assert (tenant in self.over) == (found.num_held > found.most)
+            is_over = tenant in self.over
+            assert is_over == (found.num_held > found.most)

@@ -16,12 +16,11 @@ from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.shared.lanes import LaneOp
-from attnstore_vllm.tiers.shared.shared_io import _LoadJob
 from attnstore_vllm.tiers.shared.shared_tier import SharedTier
 from attnstore_vllm.tiers.shared.start import make_shared
 from attnstore_vllm.types import SHARED
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, PAYLOAD_BYTES, Rig, conversation, lru
-from tests.shared.rigs import counts, io_of, stored_names, whole_chunks, write
+from tests.shared.rigs import counts, fetch, io_of, stored_names, whole_chunks, write
 from tests.shared.stranger import Stranger
 
 OpenShared = Callable[..., Rig]
@@ -71,7 +70,7 @@ def test_at_its_quota_its_own_oldest_is_deleted(
     assert "over_quota" not in counts(rig)
 
 
-def test_what_was_used_stays_and_what_is_gone_does_not_count(
+def test_what_was_used_stays(
     server: NetworkStore, open_shared: OpenShared, stranger: Stranger
 ) -> None:
     rig = open_shared(server, **quota(2))
@@ -84,12 +83,25 @@ def test_what_was_used_stays_and_what_is_gone_does_not_count(
         residency.use([first], unknown_run(residency.now))
     try_to_write(rig, 3)
     assert there(rig, stranger, 1, 2, 3) == [1, 0, 1]
-    io, job_name = io_of(rig), stored_names(rig, tokens(1), "gold")[0]
-    with rig.store.queue():
-        io._num_loading += 1
-    job = _LoadJob(first, None, job_name, memoryview(b""), lambda failure, told: None)
-    io._end_load(job, None, is_missing=True)
-    assert held(rig) == 1
+
+
+def test_what_the_store_has_evicted_is_not_counted_once_that_is_seen(
+    server: NetworkStore, open_shared: OpenShared
+) -> None:
+    rig, long = open_shared(server, **quota(5)), conversation(4, 3 * CHUNK_TOKENS + 1)
+    names = write(rig, long, "gold")
+    rig.store.drop([rig.chunk(name) for name in whole_chunks(long, "gold")])
+    helper, ask = io_of(rig).helper, io_of(rig).helper.numbers
+
+    def vanishing(lane: int, op: LaneOp, wanted: list[bytes], deadline_s: float) -> list[int]:
+        if op is LaneOp.GET:  # as if the store had evicted the second
+            wanted = [name[::-1] if name == names[1] else name for name in wanted]
+        return ask(lane, op, wanted, deadline_s)
+
+    helper.numbers = vanishing  # type: ignore[method-assign, assignment]
+    assert fetch(rig, long, "gold") == 1
+    assert counts(rig)["gone"] == 1
+    assert held(rig) == 2
 
 
 def test_what_another_has_put_is_not_counted(
@@ -124,8 +136,7 @@ def test_without_the_right_to_delete_no_more_is_put(
     url = server.settings["redis"]["url"].replace("kv:secret", "all:all")
     server.settings = {"prefix": "as1/", "redis": {"url": url, "timeout_s": 3.0}}
     admin = Stranger(server)
-    first = stored_names(rig, tokens(1), "gold")
-    assert admin._helper.numbers(0, LaneOp.DELETE, first, 5.0) == [0]
+    admin.delete(stored_names(rig, tokens(1), "gold"))
     for number in (4, 5, 6):  # each asks for another one
         try_to_write(rig, number)
     assert there(rig, stranger, 1, 2) == [0, 1]

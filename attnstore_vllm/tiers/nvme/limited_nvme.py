@@ -47,7 +47,7 @@ class LimitedNvme(NvmeTier):
         return slot
 
     def _leave_order(self, slot: int) -> None:
-        """What was dropped is not the tenant's any more, though a device may still touch it."""
+        """A dropped chunk is not the tenant's any more, though a device may still touch it."""
         super()._leave_order(slot)
         self.quotas.remove(slot)
 

@@ -37,7 +37,8 @@ class SharedTier(RemoteTier):
 
     Args:
         chunk_tokens: of a whole chunk.
-        put_quotas: by tenant, the records that it may have there of this server's.
+        put_quotas: by tenant, the records that it may have there of this server's. None: as many
+            as it likes.
     """
 
     evicted = Event.EVICTED_SHARED
@@ -50,7 +51,7 @@ class SharedTier(RemoteTier):
         *,
         chunk_tokens: int,
         pause_s: float = PAUSE_S,
-        put_quotas: Mapping[bytes, int],
+        put_quotas: Mapping[bytes, int] | None = None,
     ) -> None:
         super().__init__(SHARED, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=True)
         self._dram = dram
@@ -58,7 +59,7 @@ class SharedTier(RemoteTier):
         self.clock: Clock = no_clock
         """The store's, which ripen() is told the time of. Set with what moves the tier's bytes."""
         self._pause_s = pause_s
-        self.puts = OwnPuts(put_quotas, policy)
+        self.puts = OwnPuts(put_quotas or {}, policy)
         self.is_open = False
         """Whether it may be written to: open_to()."""
         self._pausing: dict[int, float] = {}

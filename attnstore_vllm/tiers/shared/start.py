@@ -80,7 +80,7 @@ class MakeShared:
         names."""
         self.keys = keys
         self._tier = partial(
-            SharedTier, chunk_tokens=chunk_tokens, pause_s=pause_s, put_quotas=put_quotas or {}
+            SharedTier, chunk_tokens=chunk_tokens, pause_s=pause_s, put_quotas=put_quotas
         )
         self._io = partial(
             SharedIo,
