@@ -93,7 +93,7 @@ class Store:
         self._estimator = ReturnEstimator()
         self._ttl_s = config.ttl_s
         order = partial(departures, config.eviction, estimator=self._estimator)
-        self.residency = residency_with(config.quotas, pool)(
+        self.residency = residency_with(config.quotas, pool, slab)(
             pool.num_slots,
             slab.records_max,
             order,
@@ -675,7 +675,7 @@ class Store:
             gauges = {
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
-                **tenant_gauges(self.residency, slot_bytes),
+                **tenant_gauges(self.residency, slot_bytes, self.thread.tiers[0].record_bytes),
             }
             gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
             for io in self.thread.tiers:
