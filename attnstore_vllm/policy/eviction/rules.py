@@ -164,8 +164,8 @@ def may_be_lost(run: Run, since: float, growing: Container[Run]) -> bool:
 
 
 def comes_back(late: float) -> bool:
-    """Whether what leaves DRAM for a tier behind is taken for kept: else it is rather computed again
-    than read in time, and a prompt keeps its beginning here.
+    """Whether what leaves DRAM for a tier behind is taken for kept. Else it is rather computed
+    again than read in time, and a prompt keeps its beginning here.
 
     Args:
         late: the share of reads that come too late.
