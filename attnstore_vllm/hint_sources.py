@@ -15,7 +15,6 @@ thing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
 from attnstore_vllm.hints import KEYS, NO_HINTS, SECTION, HintReader, Hints, makes_sense
@@ -24,7 +23,10 @@ ACTION: Final = "attnstore.hints"
 VERSION: Final = "1"
 """Before the first dot of an action's version; what comes behind changes no meaning."""
 ACTIONS_MAX = 16
-"""Actions of an envelope that are looked at."""
+"""Actions of ours in an envelope that are read."""
+LOOKED_AT_MAX = 256
+"""Actions of an envelope that are looked at, of ours and of others. Behind these, and behind ours
+that are read, one may say `store: false`: so nothing is stored."""
 ACTION_TEXT_MAX = 64
 _TOO_MUCH = object()
 """Stands for what makes no sense."""
@@ -100,9 +102,20 @@ class _Told:
         if not isinstance(actions, list):
             self.ignored += 1
             return
-        self.ignored += max(0, len(actions) - ACTIONS_MAX)
-        for payload in _payloads(actions[:ACTIONS_MAX]):
-            self.section(payload)
+        unseen = max(0, len(actions) - LOOKED_AT_MAX)
+        num_ours = 0
+        for action in actions[:LOOKED_AT_MAX]:
+            kind = _part(action, "action_type")
+            if not isinstance(kind, str):
+                self.ignored += 1
+            elif kind == ACTION:
+                num_ours += 1
+                if num_ours <= ACTIONS_MAX:
+                    self.section(_payload(action))
+        unread = unseen + max(0, num_ours - ACTIONS_MAX)
+        self.ignored += unread
+        if unread:  # one of them may say so
+            self.hints.setdefault("store", False)
 
     def agent_hint(self, hint: object) -> None:
         if hint is None:
@@ -119,16 +132,12 @@ class _Told:
             self.ignored += 1
 
 
-def _payloads(actions: list[object]) -> Iterator[object]:
-    """Those of our actions. Another's action is for others; one that is none makes no sense."""
-    for action in actions:
-        kind, version = _part(action, "action_type"), _part(action, "action_version")
-        if not isinstance(kind, str):
-            yield _TOO_MUCH
-        elif kind == ACTION:
-            is_known = isinstance(version, str) and len(version) <= ACTION_TEXT_MAX
-            is_ours = is_known and str(version).split(".", 1)[0] == VERSION
-            yield _part(action, "payload") if is_ours else _TOO_MUCH
+def _payload(action: object) -> object:
+    """That of an action of ours, if its version is known."""
+    version = _part(action, "action_version")
+    is_known = isinstance(version, str) and len(version) <= ACTION_TEXT_MAX
+    is_ours = is_known and str(version).split(".", 1)[0] == VERSION
+    return _part(action, "payload") if is_ours else _TOO_MUCH
 
 
 def _part(whole: object, name: str) -> object:

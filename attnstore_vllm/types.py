@@ -86,6 +86,8 @@ class Event(Word):
     """Such a tier said so, and had it no more when it was to be loaded."""
     IS_THERE = "is_there"
     """Not written to the shared tier, since another server had."""
+    OVER_QUOTA = "over_quota"
+    """Not written to the shared tier: its tenant has what it may have there of this server's."""
     ANSWERS_LATE = "answers_late"
     """Questions that such a tier did not answer in time."""
     # What failed: the label of `errors`.
@@ -227,6 +229,8 @@ class StoreFailure(Enum):
     """Nothing was sent to the tier."""
     IS_THERE = Event.IS_THERE
     """Others have written it to the shared tier: nothing was sent."""
+    OVER_QUOTA = Event.OVER_QUOTA
+    """Its tenant's quota of the shared tier has no room: nothing was sent."""
     NOT_SHARED = Event.SHARED_WRITE_FAILED
     """As FAILED, of the shared tier."""
 

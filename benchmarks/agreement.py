@@ -6,7 +6,8 @@ past each other: sums in bf16 depend on how a prompt was split and on who was in
 At the first token that differs both sides have read the same text, so they can be compared there:
 each side saw a *gap*, the log-probability of its own choice over the other side's. Rounding can
 explain the difference only if it moves gaps that far, gap_a + gap_b; how far it moves them is
-measured on one server alone, which answers the same prompts again (see `gap_changes`).
+measured on one server alone, which answers the same prompts split elsewhere and in other company
+(see `gap_changes`). With the same split and company it gives the same bits: no measure at all.
 After the first difference the texts differ, and so do the later turns of that conversation.
 """
 

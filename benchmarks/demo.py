@@ -4,7 +4,8 @@
 Both servers have the same flags, the same model and the same HBM, too small to keep a
 conversation until its next turn. DRAM is small as well, so that some of the KV has to come back
 from NVMe. The answers of both sides are compared; where one differs, it is checked against the
-rounding that the server without the store shows when it is asked the same again.
+rounding that the server without the store shows when its prompts are split
+elsewhere and come in other company.
 
     python -m benchmarks.demo
     python -m benchmarks.demo --dataset sharegpt.json --conversations 24
@@ -57,6 +58,8 @@ CONTEXT_TOKENS: Final = 4_096
 BLOCK_TOKENS: Final = 128
 MAX_TOKENS: Final = 128
 TOP_LOGPROBS: Final = 5
+ASKED_AGAIN: Final = 12  # questions at least, to see how far rounding moves answers
+TOGETHER: Final = 4  # of them at the same time: more than in the replay
 WARM_UP: Final = Conversation("warm-up", ("Once upon a time. " * 300, "And then? " * 50))
 
 
@@ -137,9 +140,10 @@ def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> int:
         url, metrics = server.base_url, server.metrics
         chosen = _awaited(_choose(args, url, conversations, settings))
         alone = _awaited(_side(args, NAMES[0], url, chosen, settings, metrics))
-        print("2/4  the same server again: how far does rounding move its answers?")
-        last, *again = _awaited(_ask_again(args, url, chosen, settings, alone.records))
-    changes = gap_changes(last, again[0]) + gap_changes(again[0], again[1])
+        print("2/4  the same server, asked otherwise: how far does rounding move its answers?")
+        pairs = _awaited(ask_again(url, chosen, settings, alone.records))
+    # Each pair on its own: all have the history of the replay, whatever the others answered.
+    changes = [change for x, y in pairs for change in gap_changes([x], [y])]
 
     yaml = _write_settings(args)
     print(f"3/4  vllm serve --kv-transfer-config {yaml} (log: {args.workdir / 'store.log'})")
@@ -221,41 +225,56 @@ async def _side(
     return Side(name, records, traffic(before, metrics()), seconds)
 
 
-async def _ask_again(
-    args: argparse.Namespace,
+async def ask_again(
     url: str,
     conversations: Sequence[Conversation],
     settings: RequestSettings,
     records: Sequence[TurnRecord],
-) -> tuple[list[TurnRecord], list[TurnRecord], list[TurnRecord]]:
-    """Ask each conversation's last question twice more: the first time it has left HBM and is
-    computed, the second time vLLM's own cache has most of it. So the prompt is split in two
-    ways, and the batches differ from those of the replay.
+) -> list[tuple[TurnRecord, TurnRecord]]:
+    """Ask vLLM alone questions of the replay again, split elsewhere and in other company.
 
-    Returns the records of the replay, of the first and of the second repetition.
+    Each has a cache salt of its own, so vLLM's cache has nothing of it, whatever HBM keeps.
+    At first they come one by one: the prompt is computed whole, the answer with no other. Then a
+    few come together: each prompt is split at its last whole block. The replay had two together,
+    and prompts that begin with the KV of earlier answers.
+
+    Last questions come first: their prompts are the longest. Of a short demo all are asked, then
+    all again with another beginning, until there are `ASKED_AGAIN`.
+
+    Returns: pairs of answers to one prompt.
     """
-    by_conversation: dict[str, list[TurnRecord]] = {}
+    held: dict[str, list[TurnRecord]] = {}
     for record in records:
-        by_conversation.setdefault(record.conversation_id, []).append(record)
-    complete = [c for c in conversations if not failures(by_conversation[c.id])]
-    last = [by_conversation[c.id][-1] for c in complete]
-    again = [
-        [TurnRecord(conversation_id=r.conversation_id, turn=r.turn) for r in last] for _ in range(2)
-    ]
+        held.setdefault(record.conversation_id, []).append(record)
+    complete = [c for c in conversations if not failures(held[c.id])]
+    # Stable: the last turns of all conversations, then those before them.
+    all_asked = sorted(
+        ((c, record) for c in complete for record in held[c.id]),
+        key=lambda asked: len(held[asked[0].id]) - asked[1].turn,
+    )
+    wanted = max(ASKED_AGAIN, len(complete)) if complete else 0
+
+    async def client(http: aiohttp.ClientSession, first: int, step: int) -> dict[int, TurnRecord]:
+        answers = {}
+        for n in range(first, wanted, step):
+            use, place = divmod(n, len(all_asked))
+            conversation, replayed = all_asked[place]
+            salted = replace(settings, extra={**settings.extra, "cache_salt": f"again-{n}"})
+            talk = Talk(conversation, salted, use)
+            for turn, record in enumerate(held[conversation.id][: replayed.turn - 1]):
+                talk.question(turn)
+                talk.answer(turn, record)
+            answers[n] = TurnRecord(conversation_id=conversation.id, turn=replayed.turn)
+            await talk.ask(http, url, replayed.turn - 1, answers[n])
+        return answers
+
     async with open_http(settings) as http:
-
-        async def client(n: int) -> None:
-            for place in range(n, len(complete), args.clients):
-                *earlier, final = by_conversation[complete[place].id]
-                for repetition in again:
-                    talk = Talk(complete[place], settings)
-                    for turn, record in enumerate(earlier):
-                        talk.question(turn)
-                        talk.answer(turn, record)
-                    await talk.ask(http, url, final.turn - 1, repetition[place])
-
-        await asyncio.gather(*(client(n) for n in range(args.clients)))
-    return last, again[0], again[1]
+        alone = await client(http, 0, 1)
+        parts = await asyncio.gather(*(client(http, n, TOGETHER) for n in range(TOGETHER)))
+    together = {n: answer for part in parts for n, answer in part.items()}
+    # Those of another beginning have no answer of the replay beside them.
+    replayed = [(record, alone[n]) for n, (_, record) in enumerate(all_asked[:wanted])]
+    return replayed + [(alone[n], together[n]) for n in alone]
 
 
 def _finish(

@@ -154,7 +154,8 @@ def verdict_text(verdict: Verdict) -> str:
         f"Rounding: the gap between the two best candidates moves by up to "
         f"{verdict.largest_change:.3f} nats between the sides ({verdict.positions:,} places). "
         f"Up to {verdict.bound:.3f} is put down to rounding: twice what the first server alone "
-        f"does when it is asked the same again ({verdict.bound_positions:,} places).",
+        f"does with prompts split elsewhere and in other company "
+        f"({verdict.bound_positions:,} places).",
     ]
     for d in a.differences:
         gaps = "the other's choice was not among the candidates recorded"

@@ -29,6 +29,7 @@ from attnstore_vllm.cli import (
     verify,
 )
 from attnstore_vllm.cli.main import EXIT_BAD, EXIT_ERROR, EXIT_OK
+from attnstore_vllm.config.tenants import read_salt
 from attnstore_vllm.config.values import SIZE_MIN, parse_size, seconds_of
 from attnstore_vllm.errors import ConfigError
 
@@ -64,7 +65,14 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     clean.add_argument("--older-than", metavar="AGE", help="written longer ago, as in 7d or 12h")
     clean.add_argument("--namespace", metavar="HEX", help="of one namespace, as inspect shows it")
-    clean.add_argument("--tenant", metavar="SALT", help="of one cache_salt")
+    whose = clean.add_mutually_exclusive_group()
+    whose.add_argument(
+        "--tenant-file", type=Path, metavar="FILE",
+        help="of one cache_salt, which this file has; its owner alone may read it",
+    )  # fmt: skip
+    whose.add_argument(
+        "--tenant", metavar="SALT", help="of this cache_salt; other users of the machine see it"
+    )
     clean.add_argument("--to-size", metavar="SIZE", help="oldest first until no more is taken")
     clean.add_argument("--yes", action="store_true", help="delete what all of these rules name")
     read.set_defaults(handler=_verify)
@@ -214,15 +222,17 @@ def _gc(args: argparse.Namespace) -> int:
     size = args.to_size
     # A unit may be forgotten here too: all would go.
     least = SIZE_MIN if size is not None and size.strip().isdecimal() else 1
+    salt = None if args.tenant_file is None else read_salt(args.tenant_file, "--tenant-file")
     rules = gc.Rules(
         older_than_s=None if args.older_than is None else gc.parse_age(args.older_than),
         namespace=args.namespace,
-        tenant=args.tenant,
+        tenant=args.tenant if salt is None else salt,
         to_size=None if size is None else parse_size("--to-size", size, least),
     )
     if rules == gc.Rules():
         print(
-            "attnstore gc: say what is to go: --older-than, --namespace, --tenant or --to-size",
+            "attnstore gc: say what is to go: --older-than, --namespace, --tenant-file or "
+            "--tenant, --to-size",
             file=sys.stderr,
         )
         return EXIT_ERROR
@@ -243,8 +253,8 @@ def _gc(args: argparse.Namespace) -> int:
 def _gc_shared(args: argparse.Namespace, rules: gc.Rules) -> int:
     if args.directory is not None or rules.tenant is None or rules != gc.Rules(tenant=rules.tenant):
         raise ConfigError(
-            "with --shared FILE there is one rule, --tenant SALT, and no DIR: names in that store "
-            "say neither age, size nor model"
+            "with --shared FILE there is one rule, --tenant-file or --tenant, and no DIR: names in "
+            "that store say neither age, size nor model"
         )
     report = shared_gc.delete(args.shared, rules.tenant, is_dry=not args.yes)
     if args.json:

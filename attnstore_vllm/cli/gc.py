@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attnstore gc DIR`: delete by age, namespace, tenant or size. Says what would go; --yes does it.
 
-What goes is what all given rules name. It is punched out of the file, with all that holds nothing:
-the bytes are gone, and the file system has the space until the next server start reserves it.
+What goes is what all given rules name. It is punched out of the file, with all that holds nothing,
+such as KV of before a reset: that goes also where the rules name nothing that is there.
+The bytes are gone, and the file system has the space until the next server start reserves it.
 Looking is safe beside a running server; to delete, it must be stopped.
 """
 
@@ -158,7 +159,10 @@ def collect(directory: Path, rules: Rules, *, is_dry: bool) -> Report:
         slabs = [stack.enter_context(opened(path, writable=not is_dry)) for path in paths]
         found = [_read(slab) for slab in slabs]
         parts = _parts(segment for file in found for segment in file)
-        rules = _known(rules, list(parts.values()))
+        try:
+            rules = _known(rules, list(parts.values()))
+        except ConfigError as error:
+            raise ConfigError(f"{error}\n{_unheld(slabs, found, is_dry=is_dry)}") from None
         size = None if rules.to_size is None else rules.to_size // len(paths)
         for file in found:
             _choose(file, rules, size)
@@ -169,11 +173,7 @@ def collect(directory: Path, rules: Rules, *, is_dry: bool) -> Report:
                 part.bytes += segment.header.record_bytes
         report = Report(list(parts.values()), not is_dry, nodes=[_of_a_node(n) for n in nodes])
         if not is_dry:
-            for slab, file in zip(slabs, found, strict=True):
-                before = slab.allocated_bytes
-                _punch_all_but(slab, file)
-                os.fsync(slab.fd)
-                report.freed_bytes += max(0, before - slab.allocated_bytes)
+            report.freed_bytes = _erase(slabs, found)
     return report
 
 
@@ -250,9 +250,8 @@ def _known(rules: Rules, parts: Sequence[Part]) -> Rules:
     if rules.tenant is not None:
         if tenant_hash(rules.tenant) not in {part.tenant for part in parts}:
             raise ConfigError(
-                f"--tenant {rules.tenant!r} has nothing here. The store knows a tenant by a hash "
-                f"of its cache_salt ({tenant_hash(rules.tenant).hex()[:_SHOWN]}); what is stored:\n"
-                f"{_listing(parts)}"
+                "the tenant has nothing here. The store knows it by a hash of its cache_salt "
+                f"({tenant_hash(rules.tenant).hex()[:_SHOWN]}); what is stored:\n{_listing(parts)}"
             )
     return Rules(rules.older_than_s, namespace, rules.tenant, rules.to_size)
 
@@ -297,6 +296,28 @@ def _spare(segments: Sequence[_Segment], to_size: int) -> None:
 
 
 # ---- deleting ------------------------------------------------------------------------------
+
+
+def _unheld(slabs: Sequence[SlabFile], found: Sequence[list[_Segment]], *, is_dry: bool) -> str:
+    """Nothing is named, yet what has lost its name may have been of it: erase that. In words."""
+    if is_dry:
+        return "nothing was changed. What a reset has deleted may be on the disk: --yes erases it"
+    freed = _erase(slabs, found)
+    return (
+        "what is stored stays. What nothing holds is erased, such as KV of before a reset: "
+        f"{format_size(freed)} of the disk are free"
+    )
+
+
+def _erase(slabs: Sequence[SlabFile], found: Sequence[list[_Segment]]) -> int:
+    """Leave what stays, on the disk itself. Returns the bytes that the file system has back."""
+    freed = 0
+    for slab, file in zip(slabs, found, strict=True):
+        before = slab.allocated_bytes
+        _punch_all_but(slab, file)
+        os.fsync(slab.fd)
+        freed += max(0, before - slab.allocated_bytes)
+    return freed
 
 
 def _punch_all_but(slab: SlabFile, segments: Sequence[_Segment]) -> None:

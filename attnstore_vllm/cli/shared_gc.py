@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attnstore gc --shared FILE --tenant SALT`: delete a tenant's KV in the tier that servers share.
+"""`attnstore gc --shared FILE`: delete a tenant's KV in the tier that servers share.
 
 FILE has the servers' settings, or the same with a user of the store's that may delete. Without
 --yes it says what would go, if the store can list it.

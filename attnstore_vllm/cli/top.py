@@ -48,6 +48,10 @@ class TopError(AttnStoreError):
     """A server cannot be shown. The message is a sentence."""
 
 
+QUOTA_TIERS = {"dram": "DRAM", "nvme": "NVMe", "shared": "shared"}
+"""Tiers that tenants have quotas of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """One server, over some seconds. Counts are of that time, sizes of its end."""
@@ -71,8 +75,8 @@ class Look:
     held_bytes: dict[str, int]
     capacity_bytes: dict[str, int]
     dirty_bytes: int
-    tenants: dict[str, tuple[int, int]]
-    """Bytes that each tenant with a quota holds of DRAM, and may hold."""
+    tenants: dict[str, dict[str, tuple[int, int]]]
+    """By tenant with a quota, and tier that it is of: bytes that it holds, and may hold."""
     nvme_in_use: bool
     shared_in_use: bool | None
     """None: there is no shared tier."""
@@ -159,16 +163,21 @@ def figures(url: str, before: Metrics, after: Metrics, seconds: float | None) ->
     )
 
 
-def _tenants(metrics: Metrics) -> dict[str, tuple[int, int]]:
+def _tenants(metrics: Metrics) -> dict[str, dict[str, tuple[int, int]]]:
     held, most = f"{_STORE}tenant_held_bytes", f"{_STORE}tenant_quota_bytes"
-    names = {dict(labels).get("tenant", "") for name, labels in metrics if name == most}
-    return {
-        tenant: (
-            int(total(metrics, held, tenant=tenant, tier="dram")),
-            int(total(metrics, most, tenant=tenant, tier="dram")),
-        )
-        for tenant in sorted(names)
-    }
+    shown = [dict(labels) for name, labels in metrics if name == most]
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for tenant in sorted({labels.get("tenant", "") for labels in shown}):
+        tiers = {labels.get("tier", "") for labels in shown if labels.get("tenant", "") == tenant}
+        found[tenant] = {
+            tier: (
+                int(total(metrics, held, tenant=tenant, tier=tier)),
+                int(total(metrics, most, tenant=tenant, tier=tier)),
+            )
+            for tier in QUOTA_TIERS
+            if tier in tiers
+        }
+    return found
 
 
 class Servers:
@@ -294,8 +303,10 @@ def cells(found: Look, absent: Set[str]) -> dict[str, str]:
     for tier, name in (("dram", "DRAM"), ("nvme", "NVMe")):
         held, capacity = found.held_bytes[tier], found.capacity_bytes[tier]
         rows[f"{name} in use"] = f"{format_size(held)} of {format_size(capacity)}"
-    for tenant, (held, most) in found.tenants.items():
-        rows[f"  tenant {tenant}"] = f"{format_size(held)} of {format_size(most)} of DRAM"
+    for tenant, tiers in found.tenants.items():
+        for tier, (held, most) in tiers.items():
+            row = f"  tenant {tenant}, {QUOTA_TIERS[tier]}"
+            rows[row] = f"{format_size(held)} of {format_size(most)}"
     rows["not yet on NVMe"] = format_size(found.dirty_bytes)
     errors = [f"{n} {kind}" for kind, n in found.errors.items() if n]
     rows["errors"] = ", ".join([*_out_of_use(found), *errors]) or "none"

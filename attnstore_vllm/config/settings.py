@@ -432,7 +432,7 @@ class StoreConfig:
             ttl_s=ttl_s,
             pinning=PinningConfig.parse(given.get("pinning", False)),
             holding=HoldingConfig.parse(given.get("holding", False)),
-            quotas=parse_quotas(given.get("quotas", False)),
+            quotas=parse_quotas(given.get("quotas", False), has_shared=tier is not None),
             write_buffer_bytes=buffer_bytes,
             truncation=truncation,
             shared=tier,

@@ -131,6 +131,11 @@ def _redis_options(given: Mapping[str, Any]) -> dict[str, str]:
     for key in ("ca", "cert", "key"):
         if key in given:
             options[key] = _file(f"shared.{key}", given[key])
+            if urlsplit(raw).scheme != "rediss":
+                raise ConfigError(
+                    f"shared.{key} is of TLS, which shared.redis does not ask for; write its URL "
+                    f"as rediss://, or take shared.{key} out"
+                )
     return options
 
 

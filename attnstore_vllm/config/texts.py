@@ -233,11 +233,13 @@ SETTINGS = (
         "Set off where no request may wait for others' holds.",
     ),
     Setting(
-        "quotas", "off", "off, or {NAME: {salt_file: absolute path, dram: share or size}}",
-        "How much of DRAM a tenant may hold: the requests whose cache_salt is in the file, or "
-        "those without one. At its quota its own KV goes first.",
-        "Set it, as in {gold: {salt_file: /run/secrets/gold_salt, dram: 0.25}}, where one tenant "
-        "takes the room of others. NVMe has no quotas.",
+        "quotas", "off",
+        "off, or {NAME: {salt_file: absolute path, dram, nvme: share or size, shared: size}}",
+        "How much of each tier a tenant may hold: requests of the file's cache_salt, or those "
+        "without one. At its quota its own KV goes first. Of the shared tier it bounds what this "
+        "server puts there.",
+        "Set it, as in {gold: {salt_file: /run/secrets/gold_salt, nvme: 0.25}}, where one tenant "
+        "takes the room of others. Any of dram, nvme and shared may be left out.",
     ),
     Setting(
         "truncation.enabled", "false", "true, false",
@@ -330,7 +332,7 @@ SETTINGS = (
     Setting(
         "shared.ca", "the system's", "absolute path",
         "The certificates that Redis's own is checked against.",
-        "Set it where a CA of your own has signed that.",
+        "Set it where a CA of your own has signed that. Only with rediss://, as cert and key are.",
     ),
     Setting(
         "shared.cert", "none", "absolute path",

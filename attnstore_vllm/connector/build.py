@@ -95,6 +95,7 @@ from attnstore_vllm.scheduler.media import MediaNames
 from attnstore_vllm.scheduler.observed import ObservedScheduler
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.scheduler.start_log import start_lines
+from attnstore_vllm.store.limited_residency import tenants_of
 from attnstore_vllm.store.lookup import strategy_for
 from attnstore_vllm.store.store import Store
 from attnstore_vllm.tiers.nvme.format import LABEL_BYTES, Encoding, SegmentHeader, pages
@@ -495,7 +496,15 @@ def _remote_tiers(
     if shared is None:
         return peers
     check_client(shared)
-    return (*peers, make_shared(shared, size, namespace, nvme.path))
+    made = make_shared(
+        shared,
+        size,
+        namespace,
+        nvme.path,
+        slot_bytes=pool.slot_bytes,
+        quotas=tenants_of(config.quotas),
+    )
+    return (*peers, made)
 
 
 def own_version() -> str:

@@ -141,7 +141,8 @@ GAUGES = {
     "dirty_bytes": ("tier", "Bytes in DRAM that wait to be written to this tier."),
     "tenant_held_bytes": (
         "tenant tier",
-        "Bytes of slots in use by a tenant with a quota. Without quotas there is none.",
+        "Bytes of slots in use by a tenant with a quota, or that this server has put into the "
+        "shared tier for it. Only of tiers that it has a quota of.",
     ),
     "tenant_quota_bytes": ("tenant tier", "Bytes that such a tenant may hold."),
     "nvme_in_use": ("direction", "1, or 0 while the disk is left alone after failures."),

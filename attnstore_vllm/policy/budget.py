@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+_ROUNDING_BYTES = 1
+"""How much sums of rates may be short of."""
+
 
 class Budget:
     """A token bucket. One transfer may overdraw it, so that none is too large to ever go.
@@ -11,7 +14,9 @@ class Budget:
         bytes_per_s: None for no limit.
         burst_s: seconds of rate that may be saved up.
         empty_at: nothing is saved up at this time, since an earlier process may have taken it
-            just before: starts must not add to the rate. None: all that may be is there at once.
+            just before: starts must not add to the rate. Nor does it lend, since the next process
+            knows of no debt: what is taken has to be saved up, of any size. None: all that may be
+            is there at once.
     """
 
     def __init__(
@@ -22,15 +27,22 @@ class Budget:
         self._most = (bytes_per_s or 0.0) * burst_s
         self._left = self._most if empty_at is None else 0.0
         self._at = empty_at
+        self._lends = empty_at is None
 
-    def take(self, now: float, num_bytes: int) -> bool:
-        """Take the bytes if anything is left. `now` in seconds of a steady clock."""
+    def has(self, now: float, num_bytes: int) -> bool:
+        """Whether take() would take them. `now` in seconds of a steady clock."""
         if self._rate is None:
             return True
+        most = self._most if self._lends else max(self._most, num_bytes)
         if self._at is not None:
-            self._left = min(self._most, self._left + (now - self._at) * self._rate)
+            self._left = min(most, self._left + (now - self._at) * self._rate)
         self._at = now
-        if self._left <= 0:
+        return self._left > (0 if self._lends else num_bytes - _ROUNDING_BYTES)
+
+    def take(self, now: float, num_bytes: int) -> bool:
+        """Take the bytes if anything is left, or all of them where nothing is lent. `now` in
+        seconds of a steady clock."""
+        if not self.has(now, num_bytes):
             return False
         self._left -= num_bytes
         return True

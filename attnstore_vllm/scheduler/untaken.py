@@ -49,7 +49,7 @@ class Untaken:
         offered = last.rest or last.pieces
         wanted = offered[-1].stop - local if offered else 0
         has_room = free_blocks > last.free_blocks and free_blocks * self._block_tokens >= wanted
-        if is_same and not has_room and self._store.hold_again(last.pieces):
+        if is_same and not has_room and self._store.hold_again(last.pieces, last.rest):
             if not is_on_trial(self._store, state, last.pieces):
                 return last.pieces
             self._store.release(piece.chunk for piece in last.pieces)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from attnstore_vllm.index.chunk import Chunk
 
 HITS_MAX = 64
-"""So many hits are remembered."""
+"""So many hits are remembered, and as many more that differed: what agrees drives none of them
+out."""
 
 
 @dataclass(slots=True)
@@ -17,6 +18,10 @@ class _Hit:
     agreed: list[Chunk] = field(default_factory=list)
     wrong_from: float = math.inf
     """The position of its first chunk that differed."""
+
+    @property
+    def differs(self) -> bool:
+        return self.wrong_from < math.inf
 
 
 class AuditedHits:
@@ -39,10 +44,12 @@ class AuditedHits:
 
     def note(self, hit: int, chunk: Chunk, *, differs: bool) -> None:
         """It was compared: what of its hit comes later is judged by it, too."""
-        known = self._hits.setdefault(hit, _Hit())
+        known = self._hits.pop(hit, None) or _Hit()
+        self._hits[hit] = known  # the last that leaves
         if differs:
             known.wrong_from = min(known.wrong_from, chunk.name.position)
         else:
             known.agreed.append(chunk)
-        while len(self._hits) > HITS_MAX:
-            del self._hits[next(iter(self._hits))]
+        alike = [one for one, of in self._hits.items() if of.differs == known.differs]
+        if len(alike) > HITS_MAX:
+            del self._hits[alike[0]]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quotas of DRAM for tenants. Where the settings have none, Residency is used as it is.
+"""Quotas of DRAM and NVMe for tenants. Where the settings have none, Residency is used as it is.
 
 A tenant that is at its quota makes room for itself: its own least worthy chunk goes, and a save for
 which none can go is not made. What is stored already may be read though it goes beyond: a request
 that waits would else wait in vain. What is beyond goes before all others when DRAM is full. What is
 pinned counts, and does not go; how much that may be, the shares of pins say.
+
+What is said of NVMe alone is in tiers/nvme/limited_nvme.py.
 """
 
 from __future__ import annotations
@@ -14,26 +16,31 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from attnstore_vllm.config.tenants import Quota
+from attnstore_vllm.config.tenants import Quota, slots_of
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.policy.eviction.departures import Departures
-from attnstore_vllm.policy.eviction.rules import may_be_lost
+from attnstore_vllm.policy.eviction.rules import Gives, may_be_lost
 from attnstore_vllm.policy.lookahead import QueuePlace
 from attnstore_vllm.policy.quotas import Quotas
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.context import Pool
+from attnstore_vllm.tiers.nvme.limited_nvme import LimitedNvme
+from attnstore_vllm.tiers.nvme.slab import Slab
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.tier import TierBehind
-from attnstore_vllm.types import DRAM, Event
+from attnstore_vllm.types import DRAM, NVME, Event
+
+SHRINK_MAX = 8
+"""Chunks of a tenant over its quota of NVMe that go at most for one that is written."""
 
 
 class LimitedResidency(Residency):
     """A residency in which tenants have quotas.
 
     Args:
-        dram_quotas: by tenant, the slots of DRAM that it may hold.
+        dram_quotas, nvme_quotas: by tenant, the slots that it may hold there.
         names: of these tenants, as the operator calls them.
     Others: see Residency.
     """
@@ -45,12 +52,16 @@ class LimitedResidency(Residency):
         policy: Callable[[int], Departures],
         *,
         dram_quotas: Mapping[bytes, int],
+        nvme_quotas: Mapping[bytes, int],
         names: Mapping[bytes, str],
         **others: Any,
     ) -> None:
+        self.nvme_quotas = Quotas(nvme_quotas, nvme_slots, policy)
+        if nvme_quotas:
+            others["make_nvme"] = partial(LimitedNvme, quotas=self.nvme_quotas)
         super().__init__(dram_slots, nvme_slots, policy, **others)
         self.names = names
-        self.quotas = Quotas(dram_quotas, lambda: policy(dram_slots))
+        self.quotas = Quotas(dram_quotas, dram_slots, policy)
         for order in self.quotas.orders():
             order.depth_of = self.dram.depth_of
         self._orders += self.quotas.orders()
@@ -95,27 +106,37 @@ class LimitedResidency(Residency):
             self.quotas.add(tenant, chunk.dram.slot, chunk.run)
         return has_begun
 
-    def _make_room_in_dram(
-        self,
-        whose: QueuePlace | None = None,
-        run: Run | None = None,
-        since: float = math.inf,
-        count: int = 1,
-    ) -> bool:
-        if not self.dram.free:
-            for tenant in [*self.quotas.over]:
-                if self._make_own_room(tenant, since if whose is None else -math.inf):
-                    break
-        return super()._make_room_in_dram(whose, run, since, count)
+    def _dram_victims(
+        self, whose: QueuePlace | None, run: Run | None, since: float, count: int
+    ) -> tuple[list[Chunk], Gives]:
+        """One of what is beyond a quota, if one can go; else as without quotas."""
+        since_when = since if whose is None else -math.inf
+        slot = self.quotas.first_over(lambda tenant: self._own_victim(tenant, since_when))
+        if slot is not None:
+            return [self.dram.owned[slot]], Gives.CLEAN
+        return super()._dram_victims(whose, run, since, count)
 
     def _make_own_room(self, tenant: bytes, since: float) -> bool:
         """One of the tenant's chunks leaves DRAM, if one can.
 
         Args:
+            since: see _own_victim().
+        """
+        self.pinning.end(self.now)
+        slot = self._own_victim(tenant, since)
+        if slot is None:
+            return False
+        self.counts[Event.EVICTED_DRAM] += 1
+        self.leave_dram(self.dram.owned[slot])
+        return True
+
+    def _own_victim(self, tenant: bytes, since: float) -> int | None:
+        """The tenant's own slot of DRAM to free.
+
+        Args:
             since: when the request came that a save is for. What only DRAM has may go for one that
                 came later; see may_be_lost().
         """
-        self.pinning.end(self.now)
         self.dram.place_left()
         owned, growing = self.dram.owned, self.dram.growing
 
@@ -128,11 +149,18 @@ class LimitedResidency(Residency):
         slot = self.quotas.victim(tenant, self.now, is_clean)
         if slot is None and since > -math.inf:
             slot = self.quotas.victim(tenant, self.now, can_be_lost)
-        if slot is None:
-            return False
-        self.counts[Event.EVICTED_DRAM] += 1
-        self.leave_dram(owned[slot])
-        return True
+        return slot
+
+    def _make_room_behind(self, tier: TierBehind, chunk: Chunk) -> bool | None:
+        """A tenant that is far beyond its quota, as one that was made smaller may be, gives up more
+        than it gets."""
+        has_room = super()._make_room_behind(tier, chunk)
+        for _ in range(SHRINK_MAX - 1):
+            if not has_room or tier.has_room_for(chunk):
+                break
+            if not super()._make_room_behind(tier, chunk):
+                break
+        return has_room
 
     def leave_dram(self, *chunks: Chunk) -> None:
         for chunk in chunks:
@@ -149,31 +177,46 @@ class LimitedResidency(Residency):
         )
 
 
-def residency_with(quotas: Sequence[Quota], pool: Pool) -> Callable[..., Residency]:
-    """Residency, or one with quotas. Raises ConfigError, in which no salt is."""
-    if not quotas:
-        return Residency
-    names: dict[bytes, str] = {}
-    slots: dict[bytes, int] = {}
+def tenants_of(quotas: Sequence[Quota]) -> dict[bytes, Quota]:
+    """By tenant, as records name it. Reads the salts. Raises ConfigError, in which no salt is."""
+    found: dict[bytes, Quota] = {}
     for quota in quotas:
         tenant = tenant_hash(quota.salt())
-        if tenant in names:
+        if tenant in found:
             raise ConfigError(
-                f"quotas.{names[tenant]} and quotas.{quota.name} are of the same salt, which can "
-                "have one quota; take one of them out"
+                f"quotas.{found[tenant].name} and quotas.{quota.name} are of the same salt, which "
+                "can have one quota; take one of them out"
             )
-        names[tenant] = quota.name
-        slots[tenant] = quota.dram_slots(pool.num_slots, pool.slot_bytes)
-    return partial(LimitedResidency, dram_quotas=slots, names=names)
+        found[tenant] = quota
+    return found
 
 
-def tenant_gauges(residency: Residency, slot_bytes: int) -> dict[tuple[str, str], float]:
-    """Bytes that each tenant with a quota holds and may hold. Without quotas there is none."""
+def residency_with(quotas: Sequence[Quota], pool: Pool, slab: Slab) -> Callable[..., Residency]:
+    """Residency, or one with quotas. Raises ConfigError, in which no salt is."""
+    tenants = tenants_of(quotas)
+    if not tenants:
+        return Residency
+    dram, nvme = (pool.num_slots, pool.slot_bytes), (slab.records_max, slab.record_bytes)
+    return partial(
+        LimitedResidency,
+        dram_quotas={t: slots_of(q.dram, *dram) for t, q in tenants.items() if q.dram is not None},
+        nvme_quotas={t: slots_of(q.nvme, *nvme) for t, q in tenants.items() if q.nvme is not None},
+        names={tenant: quota.name for tenant, quota in tenants.items()},
+    )
+
+
+def tenant_gauges(
+    residency: Residency, slot_bytes: int, record_bytes: int
+) -> dict[tuple[str, str], float]:
+    """Bytes that each tenant holds and may hold of the tiers that it has a quota of. Without quotas
+    there is none."""
     if not isinstance(residency, LimitedResidency):
         return {}
-    quotas, gauges = residency.quotas, dict[tuple[str, str], float]()
-    for tenant, name in residency.names.items():
-        label = f"{name}|{DRAM}"
-        gauges["tenant_held_bytes", label] = float(quotas.held(tenant) * slot_bytes)
-        gauges["tenant_quota_bytes", label] = float(quotas.most(tenant) * slot_bytes)
+    gauges: dict[tuple[str, str], float] = {}
+    tiers = (DRAM, residency.quotas, slot_bytes), (NVME, residency.nvme_quotas, record_bytes)
+    for tier, quotas, num_bytes in tiers:
+        for tenant, most in quotas.most().items():
+            label = f"{residency.names[tenant]}|{tier}"
+            gauges["tenant_held_bytes", label] = float(quotas.held(tenant) * num_bytes)
+            gauges["tenant_quota_bytes", label] = float(most * num_bytes)
     return gauges

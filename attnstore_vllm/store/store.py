@@ -93,7 +93,7 @@ class Store:
         self._estimator = ReturnEstimator()
         self._ttl_s = config.ttl_s
         order = partial(departures, config.eviction, estimator=self._estimator)
-        self.residency = residency_with(config.quotas, pool)(
+        self.residency = residency_with(config.quotas, pool, slab)(
             pool.num_slots,
             slab.records_max,
             order,
@@ -327,14 +327,15 @@ class Store:
             self.residency.now = self._clock()
             return self.strategy.hold_exactly(pieces, sequence, start, stop)
 
-    def hold_again(self, pieces: Sequence[Piece]) -> bool:
-        """Hold pieces that were held before, if all of them can be. Returns whether they are."""
+    def hold_again(self, pieces: Sequence[Piece], rest: Sequence[Piece] = ()) -> bool:
+        """Hold pieces again if all can be, and none of them and the `rest` has expired. Says so."""
         with self._lock:
             self.residency.now = self._clock()
-            for piece in pieces:
-                has_expired = self._context.has_leases and self.residency.has_expired(piece.chunk)
-                if has_expired or not is_ready(piece.chunk):
-                    return False
+            leased = [*pieces, *rest] if self._context.has_leases else ()
+            if any(self.residency.has_expired(piece.chunk) for piece in leased):
+                return False
+            if not all(is_ready(piece.chunk) for piece in pieces):
+                return False
             self.residency.hold(*(piece.chunk for piece in pieces))
             return True
 
@@ -351,17 +352,16 @@ class Store:
             return self.residency.look_ahead.has_missing(request_id)
 
     def want_part(self, name: str, chunks: Sequence[Chunk]) -> None:
-        """A load in parts goes on with these: they are read before all that the queue wants, and
-        kept. None: it is over. Cost: that of LookAhead.want().
-
-        Args:
-            name: no request's.
-        """
+        """A load in parts, named as no request, goes on with these, but what has expired: they are
+        read before all that the queue wants, and kept. None: it is over. Cost: LookAhead.want()."""
         with self._lock:
             look_ahead, dram = self.residency.look_ahead, self.residency.dram
             if not chunks:
                 dram.leave_queue(name)
                 return
+            if self._context.has_leases:
+                self.residency.now = self._clock()
+                chunks = self.residency.drop_expired(chunks)
             if name not in look_ahead:
                 look_ahead.insert(name, -math.inf, 0.0)
             dram.want(name, chunks)
@@ -675,7 +675,7 @@ class Store:
             gauges = {
                 ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
                 ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
-                **tenant_gauges(self.residency, slot_bytes),
+                **tenant_gauges(self.residency, slot_bytes, self.thread.tiers[0].record_bytes),
             }
             gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
             for io in self.thread.tiers:

@@ -23,6 +23,7 @@ from attnstore_vllm.policy.eviction.rules import (
     KEPT_SLOTS,
     For,
     Gives,
+    comes_back,
     dram_gives_up,
     is_full_of_wanted,
     is_stuck,
@@ -238,12 +239,13 @@ class DramTier(Tier):
         self.place_left()
         growing = self._growing if whose is None else ()
         owned = self.owned
+        is_slow = self.is_slow
 
         def can_go(slot: int) -> bool:
             chunk = owned[slot]
             if chunk.dram.uses:
                 return False
-            return may_be_lost(chunk.run, since, growing) or chunk.is_behind
+            return may_be_lost(chunk.run, since, growing) or (chunk.is_behind and not is_slow)
 
         asks = (whose, run, since, self.clean.num_changes + self.dirty.num_changes)
         kept = self._kept
@@ -263,6 +265,11 @@ class DramTier(Tier):
     def late(self) -> float:
         """The share of reads that come too late."""
         return self.reads.late(lag(len(self.dirty), self.num_slots))
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether what leaves for the tiers behind is rather computed again than read in time."""
+        return not comes_back(self.late)
 
     def behind_of(self, chunk: Chunk) -> Iterator[TierBehind]:
         """Tiers that can give it back, and keep more than DRAM does."""

@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 from attnstore_vllm.index.chunk import NOWHERE, Chunk, ChunkName, InTier, State
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, Piece, PrefixIndex, in_place
@@ -51,6 +52,7 @@ class Residency:
         seed, grain: see PrefixIndex.
         pin_shares: of each tier's slots, those that can be pinned in all and by one tenant.
         more: tiers behind NVMe, nearest first.
+        make_nvme: NvmeTier, or what is made as it is.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Residency:
         grain: int = GRAIN_TOKENS,
         pin_shares: tuple[float, float] = (0.0, 0.0),
         more: Sequence[MakeTierBehind] = (),
+        make_nvme: Callable[..., NvmeTier] = NvmeTier,
     ) -> None:
         expected = min(dram_slots + nvme_slots, _EXPECTED_MAX)
         self.index = PrefixIndex(chunk_tokens, seed, expected, grain)
@@ -76,13 +79,9 @@ class Residency:
         self.num_expired = 0
         """Chunks that look-ups found and dropped, since their ttl was over."""
         self.dram = DramTier(
-            dram_slots,
-            policy(dram_slots),
-            policy(dram_slots),
-            Pins(*pin_shares),
-            self.look_ahead,
+            dram_slots, policy(dram_slots), policy(dram_slots), Pins(*pin_shares), self.look_ahead
         )
-        self.nvme = NvmeTier(
+        self.nvme = make_nvme(
             nvme_slots,
             policy(nvme_slots),
             Pins(*pin_shares),
@@ -169,8 +168,7 @@ class Residency:
 
     def last_runs(self, pieces: Sequence[Piece], size: int, stop: int) -> list[Run]:
         """The run that used each of the leading chunks last, of `size` tokens, that end by `stop`.
-        Of those before a window it is taken to be that of its first. What is moved is of no chunk
-        of the request."""
+        Those before a window count as its first. What is moved is of no chunk of the request."""
         spine = in_place(pieces)
         if spine and spine[-1].chunk.name.end > stop:
             spine.pop()
@@ -290,10 +288,11 @@ class Residency:
             if not yields and (run is None or run.since >= before.since):
                 # by one that came before it is no older
                 self.use([known], run and self._joint.of(run, before, self.now))
-            # It takes no room from what waits to be read or written: it can be read again.
+            # It takes no room from what waits to be read or written, if it can be read in time.
             is_here = known.dram.state is not State.ABSENT
+            whose = None if self.dram.is_slow and not yields else LAST
             again |= known.behind.keys() <= self._asked  # others have it, or say so
-            if not again or is_here or not self._make_room_in_dram(LAST, known.run):
+            if not again or is_here or not self._make_room_in_dram(whose, known.run):
                 return None
             known.name = name  # its tokens, which the tiers behind alone had
             self.look_ahead.has_come(known)
@@ -596,7 +595,7 @@ class Residency:
             return True
         else:
             self.pinning.end(self.now)
-            victims, gives = self.dram.victims(self.now, whose, run, since, count)
+            victims, gives = self._dram_victims(whose, run, since, count)
         if not victims:
             return False
         self.counts[Event.GIVEN_UP] += gives is Gives.WANTED
@@ -604,11 +603,14 @@ class Residency:
         self.leave_dram(*victims)
         return bool(self.dram.free)
 
+    def _dram_victims(self, *asks: Any) -> tuple[list[Chunk], Gives]:
+        """See DramTier.victims()."""
+        return self.dram.victims(self.now, *asks)
+
     def _make_room_to_save(self, run: Run | None, count: int, *, yields: bool) -> bool:
         """Room for what no tier has. It is not taken from what else is nowhere, of the same request
         or of one that came later."""
-        since = math.inf if run is None else run.since
-        since = -math.inf if yields else since
+        since = -math.inf if yields else math.inf if run is None else run.since
         return self._make_room_in_dram(since=since, count=count)
 
     def _has_room_for_low_value(self) -> bool:
@@ -628,7 +630,7 @@ class Residency:
         A chunk that DRAM has as well is then as one that was refused: it is not written again
         before it is used again, which would move the same bytes for ever in a small store.
         """
-        if tier.num_free:
+        if tier.has_room_for(chunk):
             return True
         self.pinning.end(self.now)
         slot, is_refused = tier.victim(chunk, self.now)

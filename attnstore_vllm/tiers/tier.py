@@ -273,20 +273,35 @@ class TierBehind(Tier):
 
     # ---- room ----------------------------------------------------------------------------
 
+    def has_room_for(self, chunk: Chunk) -> bool:
+        """Whether the chunk may have a slot before another gives one up."""
+        return self.num_free > 0
+
     def victim(self, chunk: Chunk, now: float) -> tuple[int | None, bool]:
         """The slot to free for a chunk, by behind_gives_up(); None if none can go; and then,
         whether it is refused."""
-        order, slot = self.order, self.order.victim(now, self._can_go)
-        gives = behind_gives_up(
-            is_wanted=chunk in self._look_ahead.wanted_by or chunk.dram.slot in self._dram_pins,
-            has_idle=slot is not None,
-            has_wanted=lambda: self._farthest() is not None,
-            is_own=lambda: slot is not None and order.run_of(slot) is chunk.run,
-            is_admitted=lambda: slot is not None and order.admits(chunk.run, slot, now),
-        )
+        slot = self.order.victim(now, self._can_go)
+        gives = self._gives_up(self.order, slot, chunk, now, lambda: self._farthest() is not None)
         if gives is Gives.WANTED:
             return self._farthest(), False
         return slot if gives is Gives.CLEAN else None, gives is Gives.REFUSED
+
+    def _gives_up(
+        self,
+        order: Departures,
+        slot: int | None,
+        chunk: Chunk,
+        now: float,
+        has_wanted: Callable[[], bool],
+    ) -> Gives:
+        """See behind_gives_up(). Args: slot: that this order would give up for the chunk."""
+        return behind_gives_up(
+            is_wanted=chunk in self._look_ahead.wanted_by or chunk.dram.slot in self._dram_pins,
+            has_idle=slot is not None,
+            has_wanted=has_wanted,
+            is_own=lambda: slot is not None and order.run_of(slot) is chunk.run,
+            is_admitted=lambda: slot is not None and order.admits(chunk.run, slot, now),
+        )
 
     def poorest(self, now: float) -> float | None:
         """The worth of what goes next; None where nothing has to. Cost: that of the order."""

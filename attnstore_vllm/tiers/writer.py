@@ -17,6 +17,7 @@ from attnstore_vllm.types import StoreFailure
 DIRTY_PART = 8
 """Up to one slot in so many may be dirty while reads go before writes; with more, both go on."""
 DIRTY_MIN = 4
+_NOT_SENT = (StoreFailure.DOES_NOT_FIT, StoreFailure.IS_THERE, StoreFailure.OVER_QUOTA)
 
 
 class Writer:
@@ -77,7 +78,7 @@ class Writer:
     def _finish(self, chunk: Chunk, begun_at: float, outcome: bytes | StoreFailure) -> None:
         """Locked."""
         context, tier = self._context, self._tier
-        if outcome in (StoreFailure.DOES_NOT_FIT, StoreFailure.IS_THERE):
+        if outcome in _NOT_SENT:
             self._budget.give_back(tier.record_bytes)  # nothing was sent there
         elif not isinstance(outcome, StoreFailure):
             now = context.clock()

@@ -2,7 +2,8 @@
 """Random moves of chunks of tenants with and without quotas.
 
 Goal: what is counted is what a recount finds, after any moves; a save never takes a tenant beyond
-its quota; after a read a tenant is beyond it only where none of its own clean chunks could go.
+its quota, nor a write beyond that of NVMe; after a read a tenant is beyond it only where none of
+its own clean chunks could go.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.helpers import CHUNK_TOKENS, lru, name_of, sequence_of, tokens_of
 
 GOLD, TIN, NONE = "gold", "tin", None
 MOST = {tenant_hash(GOLD): 5, tenant_hash(TIN): 1}
+MOST_NVME = {tenant_hash(GOLD): 7}
 SLOTS, STEPS = 8, 400
 
 
@@ -33,6 +35,7 @@ class Play:
             chunk_tokens=CHUNK_TOKENS,
             pin_shares=(0.5, 0.25),
             dram_quotas=MOST,
+            nvme_quotas=MOST_NVME,
             names=dict.fromkeys(MOST, "any"),
         )
         self.tiers.nvme.open(0, 40)
@@ -41,12 +44,18 @@ class Play:
         self.held: list[Chunk] = []
         self.told: dict[Key, ChunkName] = {}
         """Names with their tokens, which come up with the bytes."""
-        self.num_beyond = 0
+        self.num_beyond = self.most_on_nvme = 0
 
     def count(self, tenant: bytes) -> int:
         """A recount of its own, with no book but who owns the slots."""
         owned = self.tiers.dram.owned.values()
         return sum(chunk.name.tenant == tenant for chunk in owned)
+
+    def count_on_nvme(self, tenant: bytes) -> int:
+        """A recount by what the index has."""
+        return sum(
+            chunk.name.tenant == tenant for chunk in self.tiers.index if NVME in chunk.behind
+        )
 
     def names(self) -> list[ChunkName]:
         salt = self.random.choice([GOLD, TIN, NONE])
@@ -81,7 +90,9 @@ class Play:
     def write(self) -> None:
         chunk = self.tiers.begin_store(self.tiers.nvme)
         if chunk is not None:
+            self.most_on_nvme = max(self.most_on_nvme, self.count_on_nvme(chunk.name.tenant))
             self.tiers.finish_store(self.tiers.nvme, chunk, b"c" * 16)
+            assert self.count_on_nvme(chunk.name.tenant) <= MOST_NVME.get(chunk.name.tenant, 40)
 
     def read(self) -> None:
         for chunk in self.known():
@@ -131,6 +142,8 @@ class Play:
         self.tiers.check_integrity()
         for tenant in MOST:
             assert self.tiers.quotas.held(tenant) == self.count(tenant)
+        for tenant in MOST_NVME:
+            assert self.tiers.nvme_quotas.held(tenant) == self.count_on_nvme(tenant)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -143,3 +156,5 @@ def test_what_tenants_hold_is_counted_and_stays_within_their_quotas(seed: int) -
     play.finish()
     play.tiers.drop_all()
     assert [play.tiers.quotas.held(tenant) for tenant in MOST] == [0, 0]
+    assert [play.tiers.nvme_quotas.held(tenant) for tenant in MOST_NVME] == [0]
+    assert play.most_on_nvme >= min(MOST_NVME.values()), "or no quota was ever met"

@@ -87,6 +87,11 @@ class Values(Backend):
             self.write(name, bytes(value), overwrite=overwrite)
         return [0] * len(names)
 
+    def delete(self, names: Sequence[str]) -> list[int]:
+        for name in names:
+            self.values.pop(name, None)
+        return [0] * len(names)
+
     def read(self, name: str, at_most: int) -> bytes | None:
         return self.values.get(name)
 

@@ -47,5 +47,8 @@ class Stranger:
         except DeviceError:
             return []
 
+    def delete(self, names: Sequence[bytes]) -> None:
+        assert not any(self._helper.numbers(0, LaneOp.DELETE, names, 5.0))
+
     def close(self) -> None:
         self._helper.close()

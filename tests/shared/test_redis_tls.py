@@ -79,8 +79,8 @@ def given(tmp_path: Path, own: Certificate) -> Callable[..., SharedConfig]:
         (tmp_path / "password").write_text(f"{password}\n")
         (tmp_path / "password").chmod(0o600)
         where = other.pop("where", "rediss://kv@127.0.0.1:{port}/0").format(port=server.port)
-        shared = {"redis": where, "password_file": str(tmp_path / "password"),
-                  "ca": str(own.crt), "deadline": "3s"}  # fmt: skip
+        shared = {"redis": where, "password_file": str(tmp_path / "password"), "deadline": "3s"}
+        shared |= {"ca": str(own.crt)} if where.startswith("rediss:") else {}
         shared |= {key: str(value) for key, value in other.items()}
         nvme = {"path": str(tmp_path / "nvme"), "capacity": "1GiB"}
         config = StoreConfig.parse({"dram": "1GiB", "nvme": nvme, "shared": shared})

@@ -52,7 +52,7 @@ def gc(own_server: NetworkStore, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_one_tenants_records_go_and_no_others(
-    own_server: NetworkStore, open_shared: OpenShared, gc: Gc
+    own_server: NetworkStore, open_shared: OpenShared, gc: Gc, tmp_path: Path
 ) -> None:
     one, two = open_shared(own_server, dram_slots=16), open_shared(own_server, dram_slots=16)
     tokens = conversation(1, NUM_TOKENS)
@@ -67,6 +67,12 @@ def test_one_tenants_records_go_and_no_others(
     assert (code, report["deleted"], report["records"]) == (EXIT_OK, True, WHOLE)
     assert stranger.has(names["alice"]) == [0] * WHOLE
     assert [fetch(two, tokens, salt) for salt in SALTS] == [WHOLE, 0, WHOLE]
+    salt = tmp_path / "salt"
+    salt.write_text("bob\n")
+    salt.chmod(0o400)
+    code, said = gc("--tenant-file", str(salt), "--yes", "--json")
+    assert (code, json.loads(said)["records"]) == (EXIT_OK, WHOLE)
+    assert stranger.has(names["bob"]) == [0] * WHOLE
     code, said = gc("--tenant", "alcie", "--yes")
     assert (code, "nothing of this cache_salt" in said) == (EXIT_OK, True)
     stranger.close()

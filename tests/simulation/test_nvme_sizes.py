@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.nvme_sizes import conversations, sweep
 
-SIZES, SPEEDS = (0.1, 0.5, 2.0), (0.1, 1.0, 5.0)
-DRAWS = 3
+SIZES, SPEEDS = (0.1, 0.5, 2.0), (0.1, 5.0)
+DRAWS = 6
 """What one draw finds may change by some points where DRAM has a slot more."""
 LOSS_MAX = 1.0
 """Points, of the mean."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnstore_vllm.hint_sources import ACTIONS_MAX, read
+from attnstore_vllm.hint_sources import ACTIONS_MAX, LOOKED_AT_MAX, read
 from attnstore_vllm.hints import ID_MAX, KEYS, NO_HINTS, HintReader, Hints
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Terms
@@ -172,10 +172,37 @@ def test_a_version_that_is_not_known_says_nothing() -> None:
 
 def test_large_ones_are_cut() -> None:
     many = envelope(*[action({"x": 1}, action_type="kv.fetch")] * 100_000, action({"ttl": 60}))
-    assert hints({"kv_hint": many}) == Hints(ignored=100_001 - ACTIONS_MAX)
+    assert hints({"kv_hint": many}) == Hints(
+        store=False, applied=1, ignored=100_001 - LOOKED_AT_MAX
+    )
     wide = {f"key {n}": n for n in range(100_000)}
     assert hints({"kv_hint": envelope(action(wide))}).ignored == 100_000
     assert hints({"attnstore": wide}, "s") == Hints(session="s", applied=1, ignored=100_000)
+
+
+@pytest.mark.parametrize("between", [{"action_type": "kv.fetch"}, {"action_type": None}, 7])
+@pytest.mark.parametrize("number", [15, 16, LOOKED_AT_MAX - 1])
+def test_actions_of_others_hide_none_of_ours(number: int, between: Any) -> None:
+    ours = action({"store": False, "ttl": 5})
+    found = hints({"kv_hint": envelope(*[between] * number, ours)})
+    assert (found.store, found.terms.ttl_s, found.applied) == (False, 5.0, 2)
+
+
+def test_what_may_be_behind_what_is_read_is_not_stored() -> None:
+    """The last of ours may say `store: false`, and cannot be seen."""
+    others = [action({}, action_type="kv.fetch")] * LOOKED_AT_MAX
+    ours = [action({"ttl": 60})] * ACTIONS_MAX
+    hidden = action({"store": False})
+    for found, ttl_s in (
+        (hints({"kv_hint": envelope(*others, hidden)}), None),
+        (hints({"kv_hint": envelope(*ours, hidden)}), 60.0),
+        (hints(kv_hints=as_struct(envelope(*ours, hidden))), 60.0),
+    ):
+        assert (found.store, found.terms.ttl_s, found.ignored) == (False, ttl_s, 1)
+    assert hints({"kv_hint": envelope(*ours, *others[ACTIONS_MAX:])}).store
+    # What the client says itself holds before.
+    said = {"attnstore": {"store": True}, "kv_hint": envelope(*others, hidden)}
+    assert hints(said).store
 
 
 def test_text_that_is_no_utf8_is_an_id_like_any_other() -> None:

@@ -31,6 +31,8 @@ USUAL_DIRTY = 4
 DIRTY_PART = 2
 """When more than one slot in so many is dirty and nothing is written, reads may take what is
 nowhere else."""
+LATE_PART = 0.5
+"""Once so much of what is read comes late, being on a tier behind is taken for being lost."""
 KEPT_SLOTS = 16
 """So many slots are given up by one decision, from the same runs, ..."""
 KEPT_PART = 16
@@ -159,6 +161,16 @@ def may_be_lost(run: Run, since: float, growing: Container[Run]) -> bool:
         growing: runs of which something is being saved.
     """
     return run.since < since and run not in growing
+
+
+def comes_back(late: float) -> bool:
+    """Whether what leaves DRAM for a tier behind is taken for kept. Else it is rather computed
+    again than read in time, and a prompt keeps its beginning here.
+
+    Args:
+        late: the share of reads that come too late.
+    """
+    return late < LATE_PART
 
 
 def lag(num_dirty: int, num_slots: int) -> float:

@@ -80,6 +80,7 @@ HEADER_MAGIC = b"ATTNKV\r\n"
 _FLAGS = slice(-36, -32)
 """Bytes of a record's header with its flags: right before its encoding, or where that would be."""
 _IS_ALONE = 1
+_TENANT_AT = 216
 _WRITTEN_AT = 256
 _AGE_AT = -44
 """How long it was unused when it was written, and its own ttl: right before the flags. Zeros in
@@ -506,6 +507,14 @@ class Ages(NamedTuple):
     """[count], Unix time in seconds. Uses since the record was written are not in it."""
     ttl_s: npt.NDArray[np.float64]
     """[count], their own; infinite where they have none."""
+
+
+def tenants(raw: memoryview, header_bytes: int) -> npt.NDArray[np.bytes_]:
+    """[headers] of 32 bytes: the tenants that headers state, whole ones that were judged. Trailing
+    zeros are not shown, and change no comparison."""
+    rows = np.frombuffer(raw, np.uint8).reshape(-1, header_bytes)
+    column = np.ascontiguousarray(rows[:, _TENANT_AT : _TENANT_AT + KEY_BYTES])
+    return column.view(f"S{KEY_BYTES}")[:, 0]
 
 
 def ages(raw: memoryview, header_bytes: int) -> Ages:

@@ -76,6 +76,10 @@ class Backend(ABC):
         """Returns 0 or FAILED of each. 0 is no proof that the value is there."""
 
     @abstractmethod
+    def delete(self, names: Sequence[str]) -> list[int]:
+        """Returns for each 0, also if there was nothing, or FAILED: who asks may not delete."""
+
+    @abstractmethod
     def read(self, name: str, at_most: int) -> bytes | None:
         """A small value."""
 

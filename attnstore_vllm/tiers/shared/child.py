@@ -88,6 +88,8 @@ class Lane:
             return OK
         if op is LaneOp.EXIST:
             return numbers([int(found) for found in backend.exist(names)])
+        if op is LaneOp.DELETE:
+            return numbers(backend.delete(names))
         if op is LaneOp.READ:
             found = backend.read(names[0], SMALL_MAX)
             return NOTHING if found is None else OK + found

@@ -168,7 +168,7 @@ class Helper:
     def numbers(
         self, lane: int, op: LaneOp, names: Sequence[bytes], deadline_s: float
     ) -> list[int]:
-        """EXIST, GET, PUT and OVERWRITE: a number for each name. Raises DeviceError."""
+        """EXIST, GET, PUT, OVERWRITE and DELETE: a number for each name. Raises DeviceError."""
         answer = self._exchange(lane, request(op, names), deadline_s, op=op)
         self._turns.end(op, time.monotonic())
         if len(answer) != 1 + 4 * len(names):

@@ -43,6 +43,7 @@ class LaneOp(IntEnum):
     READ = 5
     WRITE = 6
     OVERWRITE_SMALL = 7
+    DELETE = 8
 
 
 TRANSFERS = (LaneOp.GET, LaneOp.PUT, LaneOp.OVERWRITE)

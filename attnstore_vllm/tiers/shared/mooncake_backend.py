@@ -166,6 +166,13 @@ class MooncakeBackend(Backend):
             raise _silence("Mooncake does not take anything", min(results))
         return [0 if one == 0 else FAILED for one in results]
 
+    def delete(self, names: Sequence[str]) -> list[int]:
+        # By force: else what was read in the last seconds stays, since a lease protects it.
+        results = [int(self._client.remove(name, True)) for name in names]
+        if results and all(_is_down(one) for one in results):
+            raise _silence("Mooncake does not delete anything", min(results))
+        return [0 if one in (0, *NOT_THERE) else FAILED for one in results]
+
     def read(self, name: str, at_most: int) -> bytes | None:
         if not self.exist([name])[0]:
             return None

@@ -72,6 +72,11 @@ class RedisBackend(Backend):
             results.append(0 if self._reply()[0] == "+" else FAILED)
         return results
 
+    def delete(self, names: Sequence[str]) -> list[int]:
+        self._send([_command("UNLINK", name) for name in names])
+        replies = [self._reply() for _ in names]
+        return [0 if kind == ":" else FAILED for kind, _ in replies]
+
     def read(self, name: str, at_most: int) -> bytes | None:
         self._send([_command("GET", name)])
         place = memoryview(bytearray(at_most))

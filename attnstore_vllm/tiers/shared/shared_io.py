@@ -93,6 +93,7 @@ class SharedIo(RemoteIo):
         keys: that all servers of the group have, or have none.
         where: the store's address, for the log.
         directory: that remembers which generations were left; None: for tests.
+        tenants: those with a quota, by the operator's names.
         write_rates: bytes a second that may be written, by burst in seconds.
     """
 
@@ -111,6 +112,7 @@ class SharedIo(RemoteIo):
         where: str,
         deadline_s: float,
         directory: Path | None,
+        tenants: Mapping[bytes, str],
         write_rates: Mapping[float, float | None],
     ) -> None:
         super().__init__(context, tier)
@@ -130,6 +132,7 @@ class SharedIo(RemoteIo):
             events=(Event.SHARED_LATE, Event.SHARED_OUT),
         )
         self._where = where
+        self._tenants = tenants
         self.keys = keys
         self.sums_payloads = not keys.is_secret  # else its digests are no checksums
         self.namespace = namespace
@@ -145,7 +148,7 @@ class SharedIo(RemoteIo):
         self._said_forged = self._said_unsaved = False
         now = context.steady()
         self._budgets = [
-            # A start adds nothing to a day's.
+            # A start adds nothing to a day's, nor lends of the next one's.
             Budget(rate, burst, empty_at=now if burst >= DAILY_BURST_S else None)
             for burst, rate in write_rates.items()
             if rate
@@ -199,10 +202,15 @@ class SharedIo(RemoteIo):
 
     def gauges_now(self) -> dict[tuple[str, str], float]:
         joined = self._usable is not None
-        return {
+        gauges = {
             (f"{SHARED}_in_use", "reads"): float(self.health.reads.in_use and joined),
             (f"{SHARED}_in_use", "writes"): float(self.health.writes.in_use and joined),
         }
+        for tenant, (held, most) in self.tier.puts.held().items():
+            label = f"{self._tenants[tenant]}|{SHARED}"
+            gauges["tenant_held_bytes", label] = float(held * self.record_bytes)
+            gauges["tenant_quota_bytes", label] = float(most * self.record_bytes)
+        return gauges
 
     # ---- asking ------------------------------------------------------------------------
 
@@ -352,6 +360,7 @@ class SharedIo(RemoteIo):
             self._num_loading -= 1
             if is_missing:  # evicted since it was asked for: nothing is wrong
                 failure = GoneError(f"{self._where} has it no longer")
+                self.tier.puts.gone(load.chunk.name.tenant, load.name, load.chunk.name.key)
             if failure is not None:
                 _remember(self._alone, key, context.clock() + ALONE_S)
             if isinstance(failure, CorruptRecordError):
@@ -366,7 +375,7 @@ class SharedIo(RemoteIo):
         now = self.context.steady()
         if self._usable is None or not self.helper.is_running:
             return True
-        return not all(budget.take(now, 0) for budget in self._budgets)
+        return not all(budget.has(now, self.record_bytes) for budget in self._budgets)
 
     def begin_store(self, chunk: Chunk, payload: memoryview, done: Stored) -> None:
         names, now = self._names(), self.context.steady()
@@ -410,6 +419,10 @@ class SharedIo(RemoteIo):
                 if is_there
             }
             new = [store for store in new if store.name not in outcomes]
+            outcomes |= self._left_out(lane, [*new, *over])
+            new, over = (
+                [store for store in stores if store.name not in outcomes] for stores in (new, over)
+            )
             for op, stores in ((LaneOp.PUT, new), (LaneOp.OVERWRITE, over)):
                 if stores:
                     outcomes |= self._put(lane, op, stores)
@@ -421,7 +434,9 @@ class SharedIo(RemoteIo):
             for store in batch:
                 self._num_storing -= 1
                 outcome = outcomes.get(store.name, StoreFailure.NOT_SHARED)
-                if outcome is StoreFailure.IS_THERE:
+                is_put = not isinstance(outcome, StoreFailure)
+                self.tier.puts.end(store.chunk.name.tenant, store.name, is_there=is_put)
+                if outcome in (StoreFailure.IS_THERE, StoreFailure.OVER_QUOTA):
                     for budget in self._budgets:
                         budget.give_back(self.record_bytes)
                 elif not isinstance(outcome, StoreFailure) and store.name in damaged:
@@ -433,6 +448,37 @@ class SharedIo(RemoteIo):
         self.health.note_write(failure)
         if failure is not None:
             self._note_end(failure, "write")
+
+    def _left_out(self, lane: int, stores: Sequence[_StoreJob]) -> dict[bytes, StoreFailure]:
+        """Those of these that quotas have no room for. What goes for the others is deleted before
+        they are put, if the store lets us; else what is still there keeps its room. Raises
+        DeviceError."""
+        going: dict[bytes, _StoreJob] = {}
+        with self.context.progress:
+            now, left_out = self.context.clock(), dict[bytes, StoreFailure]()
+            for store in stores:
+                put, run = (store.chunk.name.key, store.name), store.chunk.run
+                goes = self.tier.puts.begin(store.chunk.name.tenant, put, run, now)
+                if goes is None:
+                    left_out[store.name] = StoreFailure.OVER_QUOTA
+                elif goes:
+                    going[goes] = store
+        if not going:
+            return left_out
+        names = [*going]
+        results = self.helper.numbers(lane, LaneOp.DELETE, names, self._deadline_s)
+        kept = [name for name, result in zip(names, results, strict=True) if result]
+        if kept:  # as of a user who may not delete
+            there = self.helper.numbers(lane, LaneOp.EXIST, kept, self._deadline_s)
+            kept = [name for name, is_there in zip(kept, there, strict=True) if is_there]
+        with self.context.progress:
+            for name, store in going.items():
+                if name in kept:
+                    left_out[store.name] = StoreFailure.OVER_QUOTA
+                else:
+                    self.tier.puts.deleted(store.chunk.name.tenant, store.name)
+                    self._put_here.pop(name, None)
+        return left_out
 
     def _put(
         self, lane: int, op: LaneOp, stores: Sequence[_StoreJob]

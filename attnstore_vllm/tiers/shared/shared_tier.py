@@ -8,11 +8,12 @@ is not written there again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attnstore_vllm.index.chunk import Chunk, State
 from attnstore_vllm.policy.eviction.departures import Departures
 from attnstore_vllm.policy.lookahead import LookAhead
+from attnstore_vllm.policy.own_puts import OwnPuts
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.remote import RemoteTier
@@ -36,6 +37,8 @@ class SharedTier(RemoteTier):
 
     Args:
         chunk_tokens: of a whole chunk.
+        put_quotas: by tenant, the records that it may have there of this server's. None: as many
+            as it likes.
     """
 
     evicted = Event.EVICTED_SHARED
@@ -48,6 +51,7 @@ class SharedTier(RemoteTier):
         *,
         chunk_tokens: int,
         pause_s: float = PAUSE_S,
+        put_quotas: Mapping[bytes, int] | None = None,
     ) -> None:
         super().__init__(SHARED, ENTRIES_MAX, policy, dram, look_ahead, takes_writes=True)
         self._dram = dram
@@ -55,12 +59,16 @@ class SharedTier(RemoteTier):
         self.clock: Clock = no_clock
         """The store's, which ripen() is told the time of. Set with what moves the tier's bytes."""
         self._pause_s = pause_s
+        self.puts = OwnPuts(put_quotas or {}, policy)
         self.is_open = False
         """Whether it may be written to: open_to()."""
         self._pausing: dict[int, float] = {}
         """Slots of DRAM that are not written yet, and since when: the oldest first."""
         self._used: dict[int, None] = {}
         """Those of them that need not pause any longer."""
+
+    def orders(self) -> list[Departures]:
+        return [*super().orders(), *self.puts.orders()]
 
     def place_in_dram(self, *chunks: Chunk) -> None:
         for chunk in chunks:
@@ -96,6 +104,8 @@ class SharedTier(RemoteTier):
     def use(self, chunks: Sequence[Chunk], run: Run) -> None:
         """A second use: others are likely to want it too. ripen() goes on with it, on the store's
         thread: what a request that begins costs the scheduler's is time of each step."""
+        if chunks:  # of one tenant, as all that a request finds is
+            self.puts.use(chunks[0].name.tenant, (chunk.name.key for chunk in chunks), run)
         for chunk in chunks:
             if chunk.dram.slot in self._pausing and chunk.dram.state is State.READY:
                 self._used[chunk.dram.slot] = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attnstore_vllm.config.shared import KINDS, SharedConfig
+from attnstore_vllm.config.tenants import Quota, slots_of
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.eviction.departures import Departures
@@ -20,6 +21,7 @@ from attnstore_vllm.tiers.context import Context
 from attnstore_vllm.tiers.dram_tier import DramTier
 from attnstore_vllm.tiers.shared.helper import Helper
 from attnstore_vllm.tiers.shared.lanes import Lanes
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES
 from attnstore_vllm.tiers.shared.secret import SharedKeys
 from attnstore_vllm.tiers.shared.shared_io import BANDWIDTH_BURST_S, DAILY_BURST_S, SharedIo
 from attnstore_vllm.tiers.shared.shared_tier import PAUSE_S, SharedTier
@@ -71,9 +73,15 @@ class MakeShared:
         bandwidth: int | None = None,
         daily_writes: int | None = None,
         pause_s: float = PAUSE_S,
+        put_quotas: Mapping[bytes, int] | None = None,
+        tenants: Mapping[bytes, str] | None = None,
     ) -> None:
+        """Args: put_quotas: see SharedTier. tenants: those that have one, by the operator's
+        names."""
         self.keys = keys
-        self._tier = partial(SharedTier, chunk_tokens=chunk_tokens, pause_s=pause_s)
+        self._tier = partial(
+            SharedTier, chunk_tokens=chunk_tokens, pause_s=pause_s, put_quotas=put_quotas
+        )
         self._io = partial(
             SharedIo,
             settings=settings,
@@ -82,6 +90,7 @@ class MakeShared:
             where=where,
             deadline_s=deadline_s,
             directory=directory,
+            tenants=tenants or {},
             write_rates={
                 BANDWIDTH_BURST_S: bandwidth,
                 DAILY_BURST_S: daily_writes / 86_400 if daily_writes else None,
@@ -99,9 +108,20 @@ class MakeShared:
 
 
 def make_shared(
-    shared: SharedConfig, chunk_tokens: int, namespace: bytes, directory: Path
+    shared: SharedConfig,
+    chunk_tokens: int,
+    namespace: bytes,
+    directory: Path,
+    *,
+    slot_bytes: int,
+    quotas: Mapping[bytes, Quota],
 ) -> MakeShared:
-    """Raises ConfigError if the password or the secret cannot be read."""
+    """Raises ConfigError if the password or the secret cannot be read.
+
+    Args:
+        slot_bytes: of a payload.
+        quotas: by tenant.
+    """
     if shared.secret_file is None:
         logger.warning("shared: there is no secret: %s", without_secret(shared))
     return MakeShared(
@@ -114,6 +134,12 @@ def make_shared(
         directory=directory,
         bandwidth=shared.bandwidth_bytes,
         daily_writes=shared.daily_writes_bytes,
+        put_quotas={
+            tenant: slots_of(quota.shared, 0, HEADER_BYTES + slot_bytes)
+            for tenant, quota in quotas.items()
+            if quota.shared is not None
+        },
+        tenants={tenant: quota.name for tenant, quota in quotas.items()},
     )
 
 

@@ -15,7 +15,7 @@ from attnstore_vllm.cli.main import EXIT_ERROR, EXIT_OK, main
 from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.preflight import lock_directory
 from attnstore_vllm.types import NVME
-from tests.helpers import NAMESPACE, RECORD_BYTES
+from tests.helpers import NAMESPACE, RECORD_BYTES, names_of
 from tests.unit.cli.test_cli import CHUNKS, put, sequence, start
 
 OTHER = b"\x00o" * 16  # NAMESPACE begins with 00 as well
@@ -158,9 +158,9 @@ def test_a_person_is_told_what_would_go_and_of_whom(
         (("--namespace", "00"), ("--namespace '00' is several of", "no cache_salt: 3 records")),
         (("--namespace", "ff"), ("--namespace 'ff' is none of", NAMESPACE.hex()[:16])),
         (("--namespace", ""), ("--namespace '' is none of", OTHER.hex()[:16])),
-        (("--tenant", "carol"), ("--tenant 'carol' has nothing", tenant_hash("bob").hex()[:16])),
-        (("--tenant", ""), ("--tenant '' has nothing",)),
-        (("--tenant", "bob", "--namespace", OTHER.hex()), ("--tenant 'bob' has nothing",)),
+        (("--tenant", "carol"), ("the tenant has nothing", tenant_hash("bob").hex()[:16])),
+        (("--tenant", ""), ("the tenant has nothing",)),
+        (("--tenant", "bob", "--namespace", OTHER.hex()), ("the tenant has nothing",)),
         (("--older-than", "soon"), ("'soon'", "7d")),
         (("--older-than", ""), ("7d",)),
         (("--to-size", "0"), ("--to-size", "64GiB")),
@@ -213,3 +213,86 @@ def sequence_name(number: int) -> Any:
     from tests.helpers import name_of
 
     return name_of(sequence(number, None), CHUNKS - 1)
+
+
+# ---- what nothing holds ------------------------------------------------------------------------
+
+
+def tokens_left(directory: Path, salt: str) -> int:
+    """Chunks of alice whose token ids the file has, wherever they stand."""
+    data = (directory / "slab").read_bytes()
+    names = names_of(sequence(1, salt))
+    assert len(names) == CHUNKS
+    return sum(name.tokens in data for name in names) + (tenant_hash(salt) in data)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [("--tenant", "alice"), ("--namespace", NAMESPACE.hex()), ("--tenant", "carol")],
+    ids=" ".join,
+)
+def test_what_a_reset_has_deleted_is_erased_though_the_rule_names_nothing(
+    tmp_path: Path, rule: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "kv"
+    rig = start(where)
+    put(rig, 1, "alice")
+    rig.until_idle()
+    assert rig.store.reset()
+    rig.close()
+    assert tokens_left(where, "alice"), "or it shows nothing"
+    before = (where / "slab").read_bytes()
+    said = refused(capsys, where, *rule)
+    assert "--yes erases it" in said
+    assert (where / "slab").read_bytes() == before, "a dry run has changed the file"
+    assert "What nothing holds is erased" in refused(capsys, where, *rule, "--yes")
+    assert tokens_left(where, "alice") == 0
+    assert main(["verify", str(where)]) == EXIT_OK
+
+
+def test_a_typing_error_deletes_nothing_that_is_stored(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rule in (("--tenant", "alcie"), ("--namespace", "00"), ("--namespace", "ff")):
+        refused(capsys, directory, *rule, "--yes")
+    assert kept(directory) == [0, 1, 2, 3, 4]
+
+
+# ---- a salt in a file --------------------------------------------------------------------------
+
+
+def test_the_salt_may_be_in_a_file_that_others_cannot_read(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    salt = tmp_path / "salt"
+    salt.write_text("alice\n")
+    salt.chmod(0o400)
+    assert gc(capsys, directory, "--tenant-file", str(salt), "--yes")["records"] == 2 * CHUNKS
+    assert kept(directory) == [0, 2, 4]
+    said = refused(capsys, directory, "--tenant-file", str(salt), "--yes")
+    assert "the tenant has nothing" in said
+    assert "alice" not in said
+    salt.chmod(0o644)
+    said = refused(capsys, directory, "--tenant-file", str(salt))
+    assert f"--tenant-file is '{salt}', which has mode 0644" in said
+
+
+@pytest.mark.parametrize(("text", "words"), [(b"", "has no salt"), (b"\xff", "is not UTF-8")])
+def test_a_file_without_a_salt_is_refused(
+    directory: Path, tmp_path: Path, text: bytes, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    salt = tmp_path / "salt"
+    salt.write_bytes(text)
+    salt.chmod(0o600)
+    before = (directory / "slab").read_bytes()
+    for file in (salt, tmp_path / "none"):
+        said = refused(capsys, directory, "--tenant-file", str(file), "--yes")
+        assert (words if file == salt else "cannot be read") in said
+    assert (directory / "slab").read_bytes() == before
+
+
+def test_a_salt_is_given_once(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["gc", str(directory), "--tenant", "bob", "--tenant-file", "/salt", "--yes"])
+    assert ended.value.code == EXIT_ERROR
+    assert "not allowed with" in capsys.readouterr().err

@@ -148,14 +148,27 @@ def test_tenants_with_quotas_are_shown_beside_a_server_without() -> None:
 vllm:attnstore_tenant_held_bytes{engine="1",tenant="gold",tier="dram"} 1048576.0
 vllm:attnstore_tenant_quota_bytes{engine="0",tenant="gold",tier="dram"} 3145728.0
 vllm:attnstore_tenant_quota_bytes{engine="1",tenant="gold",tier="dram"} 3145728.0
+vllm:attnstore_tenant_held_bytes{engine="0",tenant="gold",tier="shared"} 0.0
+vllm:attnstore_tenant_quota_bytes{engine="0",tenant="gold",tier="shared"} 2097152.0
+vllm:attnstore_tenant_held_bytes{engine="0",tenant="tin",tier="nvme"} 1048576.0
+vllm:attnstore_tenant_quota_bytes{engine="0",tenant="tin",tier="nvme"} 4194304.0
 """
     looks = [figures("a", {}, parse_metrics(text), None) for text in (TEXT, TEXT + more)]
     assert looks[0].tenants == {}
     console = Console(width=100)
     with console.capture() as captured:
         console.print(table(looks))
-    (line,) = (line for line in captured.get().splitlines() if "tenant" in line)
-    assert line.split() == ["tenant", "gold", "-", "2MiB", "of", "6MiB", "of", "DRAM"]
+    lines = [" ".join(line.split()) for line in captured.get().splitlines() if "tenant" in line]
+    assert lines == [
+        "tenant gold, DRAM - 2MiB of 6MiB",
+        "tenant gold, shared - 0B of 2MiB",
+        "tenant tin, NVMe - 1MiB of 4MiB",
+    ]
+    shown = looks[1].as_json()["tenants"]
+    assert shown == {
+        "gold": {"dram": (2 << 20, 6 << 20), "shared": (0, 2 << 20)},
+        "tin": {"nvme": (1 << 20, 4 << 20)},
+    }
 
 
 def test_servers_with_and_without_a_shared_tier_stand_beside_each_other() -> None:

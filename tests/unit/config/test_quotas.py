@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm.config.settings import StoreConfig
-from attnstore_vllm.config.tenants import TENANTS_MAX, Quota, parse_quotas
+from attnstore_vllm.config.tenants import TENANTS_MAX, Quota, parse_quotas, slots_of
 from attnstore_vllm.errors import ConfigError
 
 SALT = "s3cret-salt"
@@ -22,11 +22,26 @@ def test_shares_and_sizes() -> None:
         {"gold": {"salt_file": "/run/gold", "dram": 0.25}, "plain": {"dram": "1GiB"}}
     )
     assert gold == Quota(name="gold", salt_file=Path("/run/gold"), dram=0.25)
-    assert gold.dram_slots(100, 1 << 20) == 25
-    assert plain.dram_slots(10_000, 1 << 20) == 1024
-    assert plain.dram_slots(10_000, 1 << 31) == 1, "less than a slot"
+    assert (plain.dram, plain.nvme, plain.shared) == (1 << 30, None, None), "as it was before"
+    assert slots_of(0.25, 100, 1 << 20) == 25
+    assert slots_of(1 << 30, 10_000, 1 << 20) == 1024
+    assert slots_of(1 << 30, 10_000, 1 << 31) == 1, "less than a slot"
     assert parse_quotas("off") == parse_quotas(False) == ()
-    assert parse_quotas({"a": {"dram": 1}})[0].dram_slots(8, 1) == 8, "the share that is all"
+    assert parse_quotas({"a": {"dram": 1}})[0].dram == 1.0, "the share that is all"
+
+
+def test_each_tier_has_its_own() -> None:
+    (quota,) = parse_quotas({"a": {"nvme": 0.5, "shared": "1TiB"}})
+    assert (quota.dram, quota.nvme, quota.shared) == (None, 0.5, 1 << 40)
+    assert parse_quotas({"a": {"nvme": "2GiB"}})[0].nvme == 2 << 30
+    with pytest.raises(ConfigError, match=r"quotas\.a\.shared is given, and there is no shared"):
+        StoreConfig.parse(
+            {
+                "dram": "8GiB",
+                "nvme": {"path": "/mnt/x", "capacity": "20GiB"},
+                "quotas": {"a": {"shared": "1GiB"}},
+            }
+        )
 
 
 def test_each_engine_has_a_part() -> None:
@@ -35,11 +50,16 @@ def test_each_engine_has_a_part() -> None:
             "dram": "8GiB",
             "nvme": {"path": "/mnt/x", "capacity": "20GiB"},
             "data_parallel_size": 2,
-            "quotas": {"a": {"dram": "1GiB"}, "b": {"salt_file": "/b", "dram": 0.5}},
+            "shared": {"redis": "redis://h"},
+            "quotas": {
+                "a": {"dram": "1GiB", "nvme": "4GiB", "shared": "8GiB"},
+                "b": {"salt_file": "/b", "dram": 0.5, "nvme": 0.25},
+            },
         }
     )
     a, b = config.share(0).quotas
-    assert (a.dram, b.dram) == (1 << 29, 0.5)
+    assert (a.dram, a.nvme, a.shared) == (1 << 29, 2 << 30, 4 << 30)
+    assert (b.dram, b.nvme, b.shared) == (0.5, 0.25, None)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +70,13 @@ def test_each_engine_has_a_part() -> None:
         ({f"t{n}": {"salt_file": f"/{n}", "dram": 0.1} for n in range(TENANTS_MAX + 1)}, "1 to 64"),
         ({SALT + "|": {"dram": 0.1}}, "name of tenant 1"),
         ({"a": 0.1}, "quotas.a must be a mapping"),
-        ({"a": {}}, "dram"),
+        ({"a": {}}, "quotas.a has no quota; write dram, nvme or shared"),
+        ({"a": {"salt_file": "/a"}}, "quotas.a has no quota"),
+        ({"a": {"nvme": 1.5}}, "quotas.a.nvme is 1.5"),
+        ({"a": {"nvme": "64"}}, "quotas.a.nvme is 64"),
+        ({"a": {"nvme": None}}, "quotas.a.nvme is None"),
+        ({"a": {"shared": 0.5}}, "quotas.a.shared is 0.5, and a share of what no server knows"),
+        ({"a": {"shared": 1}}, "quotas.a.shared is 1, and a share"),
         ({"a": {"dram": 1.5}}, "quotas.a.dram is 1.5"),
         ({"a": {"dram": 0.1, "salt": SALT}}, "quotas.a.salt"),
         ({"a": {"dram": 0.1, "salt_file": SALT}}, "absolute path"),

@@ -105,6 +105,11 @@ def test_a_pipe_in_the_place_of_a_password_hangs_no_start(tmp_path: Path) -> Non
         ({"redis": "redis://h", "mooncake": {"master": "h:1"}}, "shared must be off"),
         ({"redis": 5}, "no URL"),
         ({"redis": "redis://h", "ca": "relative.pem"}, "shared.ca"),
+        *(
+            ({"redis": url, key: "/etc/it.pem"}, rf"shared\.{key} is of TLS.*rediss://")
+            for url in ("redis://u:hidden@h", "unix:///run/redis.sock")
+            for key in ("ca", "cert", "key")
+        ),
         ({"redis": "redis://h", "prefix": "a b"}, "shared.prefix"),
         ({"redis": "redis://h", "bandwith": "1GiB"}, "bandwidth"),
         ({"mooncake": {"master": "h"}}, "host:port"),
@@ -113,8 +118,15 @@ def test_a_pipe_in_the_place_of_a_password_hangs_no_start(tmp_path: Path) -> Non
     ],
 )
 def test_what_makes_no_sense_is_refused(given: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as refused:
         parsed(given)
+    assert "hidden" not in str(refused.value)
+
+
+def test_tls_takes_its_files() -> None:
+    files = {"ca": "/etc/ca.pem", "cert": "/etc/cert.pem", "key": "/etc/key.pem"}
+    options = dict(parsed({"redis": "REDISS://h", **files}).options)
+    assert {key: options[key] for key in files} == files
 
 
 def empty_settings() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -20,7 +20,7 @@ NEEDED: dict[str, Any] = {"dram": "1GiB", "nvme": {"path": "/mnt/x", "capacity":
 BESIDE: dict[str, dict[str, Any]] = {
     "nvme": NEEDED["nvme"],
     "trace": {"path": "/x"},
-    "shared": {"redis": "redis://h"},
+    "shared": {"redis": "rediss://h"},
 }
 """What a section needs for a setting of it to be read."""
 

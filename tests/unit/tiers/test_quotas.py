@@ -32,6 +32,7 @@ def limited(dram_slots: int, most: int) -> LimitedResidency:
         chunk_tokens=CHUNK_TOKENS,
         pin_shares=(0.5, 0.5),
         dram_quotas={GOLD: most},
+        nvme_quotas={},
         names={GOLD: "gold"},
     )
     tiers.nvme.open(0, 16)
@@ -147,5 +148,5 @@ def test_a_store_with_quotas(tmp_path: Path) -> None:
     finally:
         rig.close()
     with pytest.raises(ConfigError, match="same salt"):
-        residency_with((*quotas, Quota(name="b", salt_file=file, dram=0.5)), rig.pool)
-    assert tenant_gauges(limited(2, 1), 10)["tenant_quota_bytes", f"gold|{DRAM}"] == 10
+        residency_with((*quotas, Quota(name="b", salt_file=file, dram=0.5)), rig.pool, rig.slab)
+    assert tenant_gauges(limited(2, 1), 10, 20)["tenant_quota_bytes", f"gold|{DRAM}"] == 10

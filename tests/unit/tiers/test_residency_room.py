@@ -176,6 +176,43 @@ def test_of_a_run_what_is_not_written_goes_before_its_beginning_if_reads_come_la
     assert deeper.dropped
 
 
+@pytest.mark.parametrize("reads_are_late", [False, True])
+def test_a_prompt_keeps_its_written_beginning_if_reads_come_late(
+    tiers: Tiers, reads_are_late: bool
+) -> None:
+    """The rest would be nothing without it: who comes next would rather compute all."""
+    sequence, run = sequence_of(tokens_of(1, 5 * CHUNK_TOKENS)), unknown_run(0.0)
+    begun = [tiers.begin_save(name_of(sequence, index), run) for index in range(SLOTS)]
+    first = begun[0]
+    assert first is not None
+    tiers.finish_save(first)
+    assert tiers.begin_store(tiers.nvme) is first
+    tiers.finish_store(tiers.nvme, first, CHECKSUM)
+    if reads_are_late:
+        tiers.dram.reads.observe(0, 10_000)
+    last = tiers.begin_save(name_of(sequence, SLOTS), run)
+    assert (last is None, first.dram.state is State.READY) == (reads_are_late, reads_are_late)
+    for chunk in (*begun[1:], last):
+        if chunk is not None:
+            tiers.finish_save(chunk)
+
+
+@pytest.mark.parametrize("reads_are_late", [False, True])
+def test_what_was_computed_again_takes_room_as_new_kv_does_if_reads_come_late(
+    tiers: Tiers, reads_are_late: bool
+) -> None:
+    """Else a prompt whose beginning has left is computed whole at each of its turns."""
+    tiers.cold(0)
+    dirty = [tiers.save(n) for n in range(1, 1 + SLOTS)]
+    if reads_are_late:
+        tiers.dram.reads.observe(0, 10_000)
+    assert tiers.begin_save(name(0), again=True, yields=True) is None, "its request has ended"
+    copy = tiers.begin_save(name(0), again=True)
+    assert (copy is not None, dirty[0].dropped) == (reads_are_late, reads_are_late)
+    if copy is not None:
+        tiers.finish_save(copy)
+
+
 def test_what_came_too_late_for_one_request_is_not_in_time_for_the_next(tiers: Tiers) -> None:
     cold = tiers.cold(0)
     tiers.wait("first", cold)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from attnstore_vllm.config.tenants import TENANTS_MAX, TIERS
 from attnstore_vllm.scheduler import figures as figures_module
 from attnstore_vllm.scheduler.figures import IdleFigures, StepStats, StoreFigures
 from attnstore_vllm.transfer.board import VALUES_MAX, Board, BoardReader, board_path
@@ -186,3 +187,38 @@ def test_what_changes_without_steps_leaves_by_the_board_and_once(name: str) -> N
     idle.close()
     reader.close()
     rig.store.close()
+
+
+def test_all_that_a_server_may_show_fits(name: str) -> None:
+    """As many tenants as may be, each with the longest name, and every histogram full."""
+    pytest.importorskip("vllm")
+    from attnstore_vllm.connector.metrics import (
+        GAUGES,
+        HISTOGRAM_LABELS,
+        HISTOGRAMS,
+        LABELS,
+    )
+
+    stats, value = StepStats(), 123456789012345.678
+    for metric, labels in LABELS.items():
+        for label in labels:
+            if metric in HISTOGRAMS:
+                for _ in range(VALUES_MAX):
+                    stats.observe(f"{metric}:{label}", 1234.567890123456)
+            elif metric in GAUGES:
+                stats.set(metric, label, value, value)
+            else:
+                stats.add(metric, label, value)
+    for metric in HISTOGRAMS.keys() - HISTOGRAM_LABELS.keys():
+        for _ in range(VALUES_MAX):
+            stats.observe(metric, 1234.567890123456)
+    for number in range(TENANTS_MAX):
+        for tier in TIERS:
+            for metric in ("tenant_held_bytes", "tenant_quota_bytes"):
+                stats.set(metric, f"{number:032}|{tier}", value, value)
+    board, reader = Board(name), BoardReader((name,))
+    board.write(stats.data)
+    found = reader.take()
+    assert found is not None and len(found["gauges"]) > 6 * TENANTS_MAX
+    reader.close()
+    board.close()

@@ -24,6 +24,10 @@ class Answers:
 
     batch_is_exist = batch_get_into = batch_put_from = batch_upsert_from = _next
 
+    def remove(self, name: str, force: bool) -> int:
+        assert force, "else a lease protects what was just read"
+        return self._next(name)[0]
+
 
 @pytest.fixture
 def master() -> Iterator[str]:
@@ -56,6 +60,15 @@ def test_what_is_gone_stays_gone(master: str) -> None:
     assert not client.left, "one that hangs is asked once"
     client.left = [[]]
     assert backend.exist([]) == []
+
+
+def test_deletion_of_names(master: str) -> None:
+    client = Answers([0], [-704], [-1], [GONE])
+    backend = MooncakeBackend({"master": master}, None, {"client": client})
+    assert backend.delete(["a", "b", "c"]) == [0, 0, FAILED], "what is not there is deleted"
+    with pytest.raises(BackendError, match="does not delete"):
+        backend.delete(["a"])
+    assert backend.delete([]) == []
 
 
 def test_an_address_that_only_its_client_understands() -> None:

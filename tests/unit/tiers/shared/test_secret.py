@@ -108,9 +108,11 @@ def test_groups_of_one_secret_with_other_prefixes_are_told_apart(tmp_path: Path)
     assert decode(value, name, theirs) is None
     assert name_of(bytes(32), theirs) != name
     config = parsed(tmp_path, secret_file=str(path), prefix="fleetA/")
-    assert make_shared(config, 16, bytes(32), tmp_path).keys == ours, "the setting has no effect"
+    made = make_shared(config, 16, bytes(32), tmp_path, slot_bytes=1, quotas={})
+    assert made.keys == ours, "the setting has no effect"
     config = parsed(tmp_path, secret_file=str(path))
-    assert make_shared(config, 16, bytes(32), tmp_path).keys == SharedKeys.of(SECRET)
+    made = make_shared(config, 16, bytes(32), tmp_path, slot_bytes=1, quotas={})
+    assert made.keys == SharedKeys.of(SECRET)
 
 
 def test_the_setting_is_for_both_kinds_and_read_late(tmp_path: Path) -> None:
@@ -154,7 +156,8 @@ def test_a_start_without_a_secret_says_once_what_a_stranger_can_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_secret: bool
 ) -> None:
     given = {"secret_file": str(secret_file(tmp_path))} if is_secret else {}
-    make_shared(parsed(tmp_path, **given), 256, bytes(32), tmp_path)
+    config = parsed(tmp_path, **given)
+    make_shared(config, 256, bytes(32), tmp_path, slot_bytes=1, quotas={})
     assert [record.levelname for record in caplog.records] == ([] if is_secret else ["WARNING"])
     for said in ("forged KV served", "any tenant", "reads KV", "guesses of prompts"):
         assert (said in caplog.text) != is_secret
