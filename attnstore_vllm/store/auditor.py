@@ -69,6 +69,7 @@ class Auditor:
         tiers: those behind DRAM, nearest first.
         comparisons: of each KV cache group (EngineFacts).
         namespace: of all that is compared.
+        tries_all: see TierTrial.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class Auditor:
         config: AuditConfig,
         aside: Aside,
         namespace: bytes,
+        *,
+        tries_all: bool,
     ) -> None:
         self.context = context
         self._tiers = tiers
@@ -86,7 +89,8 @@ class Auditor:
         groups = [group for group, one in enumerate(comparisons) if one is not None]
         behind = [tier.tier for tier in tiers]
         source = partial(source_of, behind=behind)
-        self.trial = TierTrial((tier.name for tier in behind), groups, source)
+        names = (tier.name for tier in behind)
+        self.trial = TierTrial(names, groups, source, tries_all=tries_all)
         context.residency.on_trial = self.trial.is_open
         self.reset: Callable[[], object] = lambda: None
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
@@ -94,7 +98,9 @@ class Auditor:
         self.was_reset = False
         """It has, and workers have not been asked to look at the weights since."""
         self.has_removed = False
-        """Chunks that requests may have loaded, and the scheduler's thread has not heard of it."""
+        """Chunks that requests may have loaded, and the scheduler's thread has not heard of it.
+        Until it has, no save begins: those who have loaded them would save them again. Written with
+        the lock held, but for take_removed()."""
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace
@@ -309,7 +315,7 @@ class Auditor:
         self._forget(chunk)
         self.context.residency.drop(chunk)
         self._know(lambda stored: stored is chunk)
-        self.has_removed |= not self.trial.is_open(chunk.brought_by)  # no request had that
+        self.has_removed |= self.trial.has_served(chunk.brought_by)
 
     def _know(self, is_wrong: Callable[[Chunk], bool]) -> None:
         """Locked. What others compare of these chunks tells nothing new."""
@@ -379,7 +385,8 @@ class Auditor:
         )
         residency = self.context.residency
         with self.context.progress:
-            self.trial.close(tier)
+            self.has_removed |= self.trial.has_served(tier)
+            self.trial.fail(tier)
             for io in () if is_own else self._tiers:
                 if io.tier.name == tier:
                     io.health.end()
@@ -472,4 +479,5 @@ def auditor_of(
     if audit is None or not any(comparisons):
         return None
     aside = Aside(config.nvme.path, audit.keep_bytes)
-    return Auditor(context, tiers, comparisons, audit, aside, namespace)
+    tries_all = all(comparisons) and config.nvme.changed_by is None
+    return Auditor(context, tiers, comparisons, audit, aside, namespace, tries_all=tries_all)

@@ -48,8 +48,9 @@ from attnstore_vllm.policy.visits import (
 )
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
+from attnstore_vllm.store.gauges import gauges_of
 from attnstore_vllm.store.learning import learn_from, used_by
-from attnstore_vllm.store.limited_residency import residency_with, tenant_gauges
+from attnstore_vllm.store.limited_residency import residency_with
 from attnstore_vllm.store.lookup import Lookup, alike_of, ends_cut, is_ready, strategy_for
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
@@ -434,12 +435,14 @@ class Store:
         dram_only: bool = False,
         yields: bool = False,
     ) -> Chunk | None:
-        """See Residency.begin_save.
+        """See Residency.begin_save. Also None as long as Auditor.has_removed.
 
         Args:
             pin_s: how long it is to be pinned, if it is stored and its tenant's share allows.
         """
         with self._lock:
+            if self.audit is not None and self.audit.has_removed:
+                return None
             self.residency.now = self._clock()
             chunk = self.residency.begin_save(
                 name,
@@ -474,6 +477,8 @@ class Store:
         begun: list[Chunk | None] = []
         index = self.residency.index
         with self._lock:
+            if self.audit is not None and self.audit.has_removed:
+                return begun
             self.residency.now = self._clock()
             if pin_s is None and not yields:
                 begun += [None] * self.residency.use_stored(names, runs)
@@ -671,17 +676,7 @@ class Store:
     def gauges(self) -> dict[tuple[str, str], float]:
         """Values as they are now, as (name, label): value."""
         with self._lock:
-            dram, slot_bytes = self.residency.dram, self._context.pool.slot_bytes
-            gauges = {
-                ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
-                ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
-                **tenant_gauges(self.residency, slot_bytes),
-            }
-            gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
-            for io in self.thread.tiers:
-                gauges |= io.gauges_now()
-                gauges["dirty_bytes", io.tier.name] = float(len(io.tier.waiting) * slot_bytes)
-            return gauges
+            return gauges_of(self._context, self._curve, self.thread.tiers)
 
     def is_idle(self) -> bool:
         """Nothing in flight, nothing held, and nothing to write to a tier that is in use."""

@@ -55,23 +55,41 @@ class TierTrial:
         tiers: names of those behind DRAM.
         groups: KV cache groups that are compared.
         source_of: see tiers/tier.py.
+        tries_all: nothing that a hit may have is served untried: no group, and no approximate KV.
     """
 
     def __init__(
-        self, tiers: Iterable[str], groups: Iterable[int], source_of: Callable[[Chunk], str]
+        self,
+        tiers: Iterable[str],
+        groups: Iterable[int],
+        source_of: Callable[[Chunk], str],
+        *,
+        tries_all: bool = True,
     ) -> None:
         self._source_of = source_of
         self._groups = frozenset(groups)
+        self._tries_all = tries_all
         self._open = {name: _Tried() for name in tiers}
+        self._failed = frozenset[str]()
 
     def is_open(self, tier: str) -> bool:
         """Whether it is not known yet if this tier is to be believed."""
         return tier in self._open
 
+    def has_served(self, tier: str) -> bool:
+        """Whether requests may have loaded what this tier has brought up. One group may have passed
+        while another has not: a hit may need nothing of that."""
+        tried = self._open.get(tier)
+        return tried is None or not self._tries_all or any(map(tried.has_passed, tried.needed))
+
     def awaits(self, pieces: Sequence[Piece]) -> bool:
-        """Whether some of these are not to be served yet. Needs no lock: it may say so a moment too
-        long. Cost: a look at each while a trial is open, then none."""
-        tiers = self._open
+        """Whether some of these are not to be served: not yet, or not any more, since they were held
+        before their tier failed. Needs no lock: it may say so a moment too long. Cost: a look at
+        each while a trial is open or one has failed, else none."""
+        tiers = self._open  # before the failed ones: fail() notes them first
+        failed = self._failed
+        if failed and any(self._source_of(piece.chunk) in failed for piece in pieces):
+            return True
         return bool(tiers) and any(self._is_untried(tiers, piece) for piece in pieces)
 
     def _is_untried(self, tiers: dict[str, _Tried], piece: Piece) -> bool:
@@ -119,6 +137,11 @@ class TierTrial:
         if all(tried.has_passed(group) for group in self._groups):
             self.close(tier)
 
+    def fail(self, tier: str) -> None:
+        """None of what it has brought up is served, also of what is held by now."""
+        self._failed |= {tier}
+        self.close(tier)
+
     def close(self, tier: str) -> None:
-        """It is believed, or has nothing of before any more."""
+        """It is believed, or has failed."""
         self._open = {name: tried for name, tried in self._open.items() if name != tier}
