@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 COPIES_MAX, COPIES_PART = 64, 8
 """Copies at a time: so many, and one slot of DRAM in so many, at most."""
+SHARE = 2
+"""While a tier is tried, one copy in so many may be for other hits. Of these one in so many may be
+for hits that clients ask to have compared: they may ask for any number, and take all places."""
 SLICE_S = 0.002
 """The store's thread goes back to its tiers after so long, or a layer that takes longer."""
 
@@ -56,6 +59,9 @@ class _Pair:
     copy: Chunk
     group: int
     blocks: Blocks
+    is_tried: bool
+    """For the trial of its tier."""
+    is_asked: bool
     is_void: bool = False
     """The copy has other bytes than were to be computed, or none."""
     is_known: bool = False
@@ -159,7 +165,14 @@ class Auditor:
         return True
 
     def begin(
-        self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int
+        self,
+        hit: int,
+        stored: Chunk,
+        was: InTier,
+        blocks: Blocks,
+        group: int,
+        *,
+        is_asked: bool = False,
     ) -> Chunk | None:
         """Locked. A chunk whose slot the workers fill with what was computed; None: it is not
         compared.
@@ -169,20 +182,36 @@ class Auditor:
             was: where the hit found it. Other bytes may be there by now.
             blocks: of the slot, that are copied; none: they could not be had.
             group: that it is of.
+            is_asked: a client asks for it.
         """
-        residency = self.context.residency
-        most = min(COPIES_MAX, max(1, residency.dram.num_slots // COPIES_PART))
         copy: Chunk | None = None
+        tier = stored.brought_by
         is_there = stored.dram is was and was.state is State.READY and not stored.dropped
-        has_place = len(self._copying) + len(self._waiting) < most and not self.is_stopped
-        is_known = self.trial.has_agreed(stored.brought_by, group, stored.name.key)
-        if blocks and is_there and has_place and not is_known:
-            copy = self._begin_copy(stored)
+        is_tried = self.trial.is_for(tier, group)
+        is_known = self.trial.has_agreed(tier, group, stored.name.key)
+        if blocks and is_there and not (is_known or self.is_stopped):
+            if self._has_place(is_tried=is_tried, is_asked=is_asked):
+                copy = self._begin_copy(stored)
+            if copy is None:
+                self.trial.had_no_place(tier, hit)
         if copy is None:
-            residency.counts[Event.NOT_COMPARED] += 1
+            self.context.residency.counts[Event.NOT_COMPARED] += 1
             return None
-        self._copying[copy] = _Pair(hit, stored, copy, group, blocks)
+        self._copying[copy] = _Pair(hit, stored, copy, group, blocks, is_tried, is_asked)
         return copy
+
+    def _has_place(self, *, is_tried: bool, is_asked: bool) -> bool:
+        """Locked. Whether there may be one more copy. Cost: a look at each that there is."""
+        slots = self.context.residency.dram.num_slots
+        most = min(COPIES_MAX, max(1, slots // COPIES_PART))
+        pairs = (*self._copying.values(), *self._waiting)
+        if is_tried or len(pairs) >= most:
+            return len(pairs) < most
+        others = [pair for pair in pairs if not pair.is_tried]
+        of_others = most // SHARE if self.trial.is_held else most
+        if is_asked and sum(pair.is_asked for pair in others) >= max(1, of_others // SHARE):
+            return False
+        return len(others) < of_others
 
     def _begin_copy(self, stored: Chunk) -> Chunk | None:
         """Locked. None: there is no room. Both are held: the copy twice, by the workers and by us.

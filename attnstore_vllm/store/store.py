@@ -34,6 +34,7 @@ from attnstore_vllm.index.sections import Need
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
+from attnstore_vllm.policy.kv_compare import Blocks
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import (
@@ -519,13 +520,13 @@ class Store:
                 self.residency.pinning.pin(kept, until, now)
 
     def begin_audit(
-        self, hit: int, stored: Chunk, was: InTier, blocks: Sequence[range], group: int = 0
+        self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int = 0, **how: bool
     ) -> Chunk | None:
         """See Auditor.begin. finish_saves() ends it, after drop() if the copy is none."""
         assert self.audit is not None
         with self._lock:
             self.residency.now = self._clock()
-            return self.audit.begin(hit, stored, was, blocks, group)
+            return self.audit.begin(hit, stored, was, blocks, group, **how)
 
     @property
     def is_distrusted(self) -> bool:

@@ -8,7 +8,8 @@ served (auditor.py).
 
 What this process has written and reads back is no part of it: that it agrees says nothing of the
 rest. It has a limit: what cannot be compared in PUT_OFF_MAX requests, and PUT_OFF_S after the last
-of these, is served uncompared, and told.
+of these, is served uncompared, and told. Requests of which copies found no place are none of these:
+with them it takes NO_PLACE_S.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PUT_OFF_MAX = 64
 PUT_OFF_S = 60.0
 """A burst has as many requests before the first of them is computed, and could be compared. So has
 one that comes long after a request that could not be."""
+NO_PLACE_S = 600.0
+"""Other copies may have all places for a time, as those of requests that never compute."""
 
 
 @dataclass(slots=True)
@@ -40,8 +43,30 @@ class _Tried:
     """By group: chunks that have, TRIED_CHUNKS at most. Many requests may have one of them compared
     at once, which says nothing of the others."""
     put_off: int = 0
+    no_place: int = 0
+    """Requests of these for whose copies there was no place, and the hit of the last of them."""
+    no_place_for: int = -1
     full_at: float = 0.0
-    """When the last of PUT_OFF_MAX requests was put off."""
+    """When the last of PUT_OFF_MAX requests was put off for which there was ..."""
+    all_full_at: float = 0.0
+    """... and the last of so many, be there a place or not."""
+
+    def is_over(self, now: float) -> bool:
+        """One more request is put off. Whether that was the last."""
+        self.put_off += 1
+        counted = self.put_off - self.no_place
+        if counted == PUT_OFF_MAX:
+            self.full_at = now
+        if self.put_off == PUT_OFF_MAX:
+            self.all_full_at = now
+        is_full = counted >= PUT_OFF_MAX and now >= self.full_at + PUT_OFF_S
+        return is_full or (self.put_off >= PUT_OFF_MAX and now >= self.all_full_at + NO_PLACE_S)
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests were put off, and what they had has not agreed."""
+        has_agreed = bool(self.needed) and all(map(self.has_passed, self.needed))
+        return self.put_off > 0 and not has_agreed
 
     def has_passed(self, group: int) -> bool:
         agreed = self.agreed.get(group, ())
@@ -83,8 +108,8 @@ class TierTrial:
         return tried is None or not self._tries_all or any(map(tried.has_passed, tried.needed))
 
     def awaits(self, pieces: Sequence[Piece]) -> bool:
-        """Whether some of these are not to be served: not yet, or not any more, since they were held
-        before their tier failed. Needs no lock: it may say so a moment too long. Cost: a look at
+        """Whether some of these are not to be served: not yet, or no more, as they were held before
+        their tier failed. Needs no lock: it may say so a moment too long. Cost: a look at
         each while a trial is open or one has failed, else none."""
         tiers = self._open  # before the failed ones: fail() notes them first
         failed = self._failed
@@ -111,14 +136,27 @@ class TierTrial:
         """A request is computed for it. Returns tiers that are served uncompared from now on."""
         over, tiers = [], self._open
         for tier in {self._source_of(p.chunk) for p in pieces if self._is_untried(tiers, p)}:
-            tried = self._open[tier]
-            tried.put_off += 1
-            if tried.put_off == PUT_OFF_MAX:
-                tried.full_at = now
-            if tried.put_off >= PUT_OFF_MAX and now >= tried.full_at + PUT_OFF_S:
+            if self._open[tier].is_over(now):
                 over.append(tier)
                 self.close(tier)
         return over
+
+    @property
+    def is_held(self) -> bool:
+        """Whether requests are put off for some tier, and wait for what they had to agree."""
+        return any(tried.waits for tried in self._open.values())
+
+    def is_for(self, tier: str, group: int) -> bool:
+        """Whether it is for the trial that KV of this tier and group is compared."""
+        tried = self._open.get(tier)
+        return tried is not None and not tried.has_passed(group)
+
+    def had_no_place(self, tier: str, hit: int) -> None:
+        """A copy of this hit found none, for which a request was put off. The others of it are not
+        asked about: what has a place brings the trial on."""
+        tried = self._open.get(tier)
+        if tried is not None and tried.no_place_for != hit and tried.no_place < tried.put_off:
+            tried.no_place, tried.no_place_for = tried.no_place + 1, hit
 
     def has_agreed(self, tier: str, group: int, key: Key) -> bool:
         """Whether this chunk has, while the tier waits for others: they are to be compared, also
