@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,12 +111,21 @@ def test_a_trial_that_fails_when_one_group_was_served_is_heard_of(
     monkeypatch.setattr(step_world, "Reach", kinds)
     more: Any = {"windows": True, "store": {"comparisons": (BITS, BITS)}} if is_local else {}
     more |= {"compute_if_sooner": False, "rate": 1e-9, "slots": 64}
-    for world in opened_one(partial(AuditWorld, monkeypatch, tmp_path), more):
+    with contextmanager(opened)(partial(AuditWorld, monkeypatch, tmp_path)) as begin:
+        world = begin(**more)
         right, wrong = tokens_of(1, LENGTH), tokens_of(2, LENGTH)
         nvme_alone(world, right)
         nvme_alone(world, wrong, wrong=3)
         assert world.serves(right, "one") == 0
         assert audit_of(world).trial.is_open(NVME) is is_local
+        fail, had_heard = audit_of(world)._fail, list[bool]()
+
+        def heard_before(tier: str) -> None:
+            """Of the chunk that differs: others of the tier are dropped after that."""
+            had_heard.append(audit_of(world).take_removed())
+            fail(tier)
+
+        monkeypatch.setattr(audit_of(world), "_fail", heard_before)
         loads = world.asks([*wrong[:-1], *tokens_of(9, BEHIND + 1)], "loads")
         assert loads.found == LENGTH - 1
         drawn = world.asks(wrong, "drawn", **ASKED)
@@ -128,11 +138,7 @@ def test_a_trial_that_fails_when_one_group_was_served_is_heard_of(
         names = names_of(sequence_of(loads.all_token_ids))
         kept = [world.store.residency.index.get(name.key) is not None for name in names]
         assert not any(kept[3:6]), "saved of what had loaded wrong KV"
-
-
-def opened_one(make: Callable[..., Any], options: dict[str, Any]) -> Iterator[AuditWorld]:
-    for begin in opened(make):
-        yield begin(**options)
+        assert had_heard == [True] * is_local
 
 
 def test_a_trial_that_nothing_was_served_of_ends_no_saves(start: Start) -> None:
@@ -202,6 +208,33 @@ def test_what_is_removed_between_a_look_and_the_saves_is_not_saved_again(
     world.rig.until_idle()
 
 
+def test_who_has_loaded_nothing_saves_in_the_next_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not as if there had been no room, which would be waited for."""
+    world = start(rate=1e-9, slots=64)
+    wrong, tokens = tokens_of(1, LENGTH), tokens_of(2, 2 * CHUNK + 1)
+    world.put(wrong)
+    request = world.asks(tokens)
+    heed = world.side._heed_audit
+
+    def removed_after() -> None:
+        heed()
+        removes(world, wrong, 3)
+
+    monkeypatch.setattr(world.side, "_heed_audit", removed_after)
+    plan = world.side.build_step(output({"one": (0, CHUNK)}, {}))
+    monkeypatch.setattr(world.side, "_heed_audit", heed)
+    assert not plan.saves
+    world.report(plan)
+    request.num_computed_tokens = CHUNK
+    plan = world.side.build_step(output({}, {"one": (CHUNK, 1)}))
+    assert len(plan.saves) == 1
+    world.report(plan)
+    world.finish(request)
+    world.end_step()
+
+
 # ---- places for copies -----------------------------------------------------------------
 
 
@@ -226,6 +259,14 @@ def test_hits_that_clients_ask_for_take_no_place_from_a_trial(
         if not audit_of(world).trial.is_open(NVME):
             break
     assert world.outcomes()["differed"] == 1
+
+
+def test_what_a_client_asks_for_has_half_of_the_places(start: Start) -> None:
+    world = start(rate=1e-9, slots=64)  # room for eight copies
+    tokens = tokens_of(1, 6 * CHUNK + 1)
+    world.put(tokens)
+    assert world.serves(tokens, **ASKED) == 0
+    assert world.outcomes() == {"agreed": 4, "not_compared": 2}
 
 
 # ---- the audit stops the serving -------------------------------------------------------

@@ -133,7 +133,7 @@ def test_requests_that_had_a_place_count_beside_those_that_had_none() -> None:
     trial = TierTrial([NVME], [0], source_of)
     for number in range(2 * PUT_OFF_MAX - 2):
         assert trial.put_off([piece()], 0.0) == []
-        if number % 2:
+        for _ in range(number % 2 * 2):  # two chunks of it
             trial.had_no_place(NVME, number)
     assert trial.put_off([piece()], PUT_OFF_S) == [], "it is counted from here on"
     assert trial.put_off([piece()], 2 * PUT_OFF_S) == [NVME]
