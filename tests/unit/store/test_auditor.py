@@ -28,6 +28,7 @@ from attnstore_vllm.policy.kv_causes import ALL_DIFFER
 from attnstore_vllm.policy.kv_compare import STATE_BOUND, Comparison, Side, Unit
 from attnstore_vllm.policy.learned_bound import PAIRS
 from attnstore_vllm.preflight import SLAB_NAME
+from attnstore_vllm.store import trial
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
 from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.types import NVME, Event
@@ -437,8 +438,11 @@ def test_a_copy_takes_no_room_from_what_would_have_to_be_computed(
     assert chunks[0].dram.state is State.READY, "what is compared is no victim"
 
 
-def test_clients_and_others_leave_places(open_rig: Rigs, tmp_path: Path) -> None:
+def test_clients_and_others_leave_places(
+    open_rig: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of eight places clients may have four; two, while a tier is tried, and others two."""
+    monkeypatch.setattr(trial, "PUT_OFF_S", 0.0)
     rig, device = audited(open_rig, tmp_path, dram_slots=64)
     rig.put_all(sequence_of(conversation(1, 20 * 16)))
     device.settle()
@@ -464,6 +468,12 @@ def test_clients_and_others_leave_places(open_rig: Rigs, tmp_path: Path) -> None
     assert num_begun(8) == 2
     chunks = 8 * [tried]
     assert num_begun(8) == 4, "for the trial"
+    while_open = []
+    for _ in range(trial.PUT_OFF_MAX):
+        while_open.append(rig.store.audit.trial.is_open(NVME))
+        rig.store.audit.put_off([Piece(tried, 0, 16)], [])
+    assert all(while_open), "for one hit there was no place: it is none of so many"
+    assert not rig.store.audit.trial.is_open(NVME)
     rig.store.drop(begun)
     rig.store.finish_saves(begun)
     rig.until_idle()
