@@ -322,7 +322,7 @@ class Auditor:
         elif not is_void:
             self._tell(pair, found)
             if fails:
-                self._fail(tier)
+                self.fail(tier)
             elif not pair.is_known:
                 self._count(pair.hit)
         with context.progress:
@@ -402,8 +402,8 @@ class Auditor:
             self._keep(pair, said),
         )
 
-    def _fail(self, tier: str) -> None:
-        """The trial of this tier has failed: none of what it has is served."""
+    def fail(self, tier: str) -> None:
+        """The trial of this tier has failed: none of what it has is served. Takes the lock."""
         is_own = tier == self._tiers[0].tier.name
         logger.error(
             "AttnStore serves nothing of what it found in %s: it was compared before it was "

@@ -72,7 +72,7 @@ def test_a_tier_that_fails_while_its_kv_is_held_is_not_served(
     world = start(rate=1e-9, slots=64)
     tokens = tokens_of(1, LENGTH)
     nvme_alone(world, tokens, wrong=1)
-    after(monkeypatch, world.store, "hold_ready", partial(audit_of(world)._fail, NVME))
+    after(monkeypatch, world.store, "hold_ready", partial(audit_of(world).fail, NVME))
     assert world.serves(tokens, "one") == 0
     assert world.serves(tokens, "two") == LENGTH - 1, "what was computed since"
     for name in names_of(sequence_of(tokens))[:4]:
@@ -94,7 +94,7 @@ def test_an_answer_is_not_given_again_of_a_tier_that_fails_meanwhile(
 
     def fail() -> None:
         world.rig.chunk(names[2]).brought_by = NVME
-        audit_of(world)._fail(NVME)
+        audit_of(world).fail(NVME)
 
     after(monkeypatch, world.store, "hold_again", fail)
     assert world.answer(request) == 0
@@ -118,14 +118,14 @@ def test_a_trial_that_fails_when_one_group_was_served_is_heard_of(
         nvme_alone(world, wrong, wrong=3)
         assert world.serves(right, "one") == 0
         assert audit_of(world).trial.is_open(NVME) is is_local
-        fail, had_heard = audit_of(world)._fail, list[bool]()
+        fail, had_heard = audit_of(world).fail, list[bool]()
 
         def heard_before(tier: str) -> None:
             """Of the chunk that differs: others of the tier are dropped after that."""
             had_heard.append(audit_of(world).take_removed())
             fail(tier)
 
-        monkeypatch.setattr(audit_of(world), "_fail", heard_before)
+        monkeypatch.setattr(audit_of(world), "fail", heard_before)
         loads = world.asks([*wrong[:-1], *tokens_of(9, BEHIND + 1)], "loads")
         assert loads.found == LENGTH - 1
         drawn = world.asks(wrong, "drawn", **ASKED)
@@ -216,15 +216,17 @@ def test_who_has_loaded_nothing_saves_in_the_next_step(
     wrong, tokens = tokens_of(1, LENGTH), tokens_of(2, 2 * CHUNK + 1)
     world.put(wrong)
     request = world.asks(tokens)
-    heed = world.side._heed_audit
+    audit = audit_of(world)
+    take_removed = audit.take_removed
 
-    def removed_after() -> None:
-        heed()
+    def removed_after() -> bool:
+        had_removed = take_removed()
         removes(world, wrong, 3)
+        return bool(had_removed)
 
-    monkeypatch.setattr(world.side, "_heed_audit", removed_after)
+    monkeypatch.setattr(audit, "take_removed", removed_after)
     plan = world.side.build_step(output({"one": (0, CHUNK)}, {}))
-    monkeypatch.setattr(world.side, "_heed_audit", heed)
+    monkeypatch.setattr(audit, "take_removed", take_removed)
     assert not plan.saves
     world.report(plan)
     request.num_computed_tokens = CHUNK
