@@ -189,6 +189,11 @@ class Rig:
         options = {"grain": GRAIN, "io_depth": self.depth, **self.options}
         self.store = open_store(self.pool, self.slab, self.device, **options)
 
+    def hears(self) -> None:
+        """Of what an audit has removed, as the scheduler's side does before it saves anything."""
+        assert self.store.audit is not None
+        self.store.audit.take_removed()
+
     def put(self, name: ChunkName, payload: bytes | None = None) -> Chunk | None:
         """Save as the workers do. None where the store wants no bytes."""
         chunk = self.store.begin_save(name)

@@ -77,21 +77,24 @@ class Audits:
         audit = self._store.audit
         if self.draw is None or audit is None or not held or state.approximate is not None:
             return False
+        if audit.is_stopped:  # since the request was asked for
+            return True
         pieces = (*held, *rest)
         is_new, is_untried = not state.counted.offered, audit.trial.awaits(pieces)
         is_drawn = is_new and state.may_save and not (rest and not is_untried)
         is_drawn &= state.moved is None and all(piece.first is None for piece in held)
         drawn: list[Piece] = []
         if is_drawn:
-            always = is_untried or state.hints.audit
+            is_asked = state.hints.audit
+            always = is_untried or is_asked
             hit = self.draw.take(num_tokens, self._clock(), always=always)
             if hit is not None:
                 drawn = [p for p in held if audit.compares(p.group) and self._has_block(p)]
                 state.audited = tuple(
-                    AuditedPiece(hit, p.chunk, p.chunk.dram, p.start, p.stop, p.group)
+                    AuditedPiece(hit, p.chunk, p.chunk.dram, p.start, p.stop, p.group, is_asked)
                     for p in drawn
                 )
-        if is_untried and is_new and not state.computing.is_outdated:  # else none could be drawn
+        if is_untried and is_new:
             audit.put_off(pieces, drawn)
         return is_untried or bool(state.audited)
 
@@ -108,7 +111,10 @@ class Audits:
                 continue
             runs = self._runs(piece, state.computing.first, computed, tables[piece.group])
             blocks = [range(at, at + len(block_ids)) for at, block_ids in runs]
-            copy = self._store.begin_audit(piece.hit, piece.chunk, piece.was, blocks, piece.group)
+            hit, chunk, is_asked = piece.hit, piece.chunk, piece.is_asked
+            copy = self._store.begin_audit(
+                hit, chunk, piece.was, blocks, piece.group, is_asked=is_asked
+            )
             if copy is not None:
                 copies = [ChunkCopy(copy.dram.slot, at, block_ids) for at, block_ids in runs]
                 kept = fleeting if piece.group in self._leaves else lasting
@@ -153,6 +159,9 @@ class Audits:
 def is_on_trial(store: Store, state: RequestState, pieces: Sequence[Piece]) -> bool:
     """Whether the request may not have some of these yet. To be asked of all that is loaded and was
     not held since Audits.takes() has let it pass: KV that was computed here may have left DRAM
-    since, and come up with other bytes. Approximate KV is not tried."""
+    since, and come up with other bytes. Nor what the audit has stopped the serving of since.
+    Approximate KV is not tried."""
     audit = store.audit
-    return audit is not None and state.approximate is None and audit.trial.awaits(pieces)
+    if audit is None:
+        return False
+    return audit.is_stopped or (state.approximate is None and audit.trial.awaits(pieces))

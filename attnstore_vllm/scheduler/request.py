@@ -107,6 +107,8 @@ class AuditedPiece(NamedTuple):
     stop: int
     group: int
     """See Piece."""
+    is_asked: bool
+    """Its client has asked for it."""
 
 
 @dataclass(slots=True)

@@ -524,8 +524,9 @@ class Scheduler:
             self._watch.hbm_is_mixed = True
             self.rests.clear()
             for state in self.requests.values():
-                has_others = state.computing.first > 0 or state.offered is not None
-                state.computing.is_outdated |= has_others
+                computing = state.computing
+                computing.is_outdated |= computing.first > 0 or state.offered is not None
+                computing.no_room_at = None  # no save has begun since it was removed
 
     def _on_adapters(self, report: StepReport) -> None:
         """Ranks have said what the adapters were in that step.

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 COPIES_MAX, COPIES_PART = 64, 8
 """Copies at a time: so many, and one slot of DRAM in so many, at most."""
+SHARE = 2
+"""While a tier is tried, one copy in so many may be for other hits. Of these one in so many may be
+for hits that clients ask to have compared: they may ask for any number, and take all places."""
 SLICE_S = 0.002
 """The store's thread goes back to its tiers after so long, or a layer that takes longer."""
 
@@ -56,6 +59,9 @@ class _Pair:
     copy: Chunk
     group: int
     blocks: Blocks
+    is_tried: bool
+    """For the trial of its tier."""
+    is_asked: bool
     is_void: bool = False
     """The copy has other bytes than were to be computed, or none."""
     is_known: bool = False
@@ -69,6 +75,7 @@ class Auditor:
         tiers: those behind DRAM, nearest first.
         comparisons: of each KV cache group (EngineFacts).
         namespace: of all that is compared.
+        tries_all: see TierTrial.
     """
 
     def __init__(
@@ -79,6 +86,8 @@ class Auditor:
         config: AuditConfig,
         aside: Aside,
         namespace: bytes,
+        *,
+        tries_all: bool,
     ) -> None:
         self.context = context
         self._tiers = tiers
@@ -86,7 +95,8 @@ class Auditor:
         groups = [group for group, one in enumerate(comparisons) if one is not None]
         behind = [tier.tier for tier in tiers]
         source = partial(source_of, behind=behind)
-        self.trial = TierTrial((tier.name for tier in behind), groups, source)
+        names = (tier.name for tier in behind)
+        self.trial = TierTrial(names, groups, source, tries_all=tries_all)
         context.residency.on_trial = self.trial.is_open
         self.reset: Callable[[], object] = lambda: None
         """Begins a reset of all tiers, of which the first is this engine's own. Set by the store's
@@ -94,7 +104,9 @@ class Auditor:
         self.was_reset = False
         """It has, and workers have not been asked to look at the weights since."""
         self.has_removed = False
-        """Chunks that requests may have loaded, and the scheduler's thread has not heard of it."""
+        """Chunks that requests may have loaded, and the scheduler's thread has not heard of it.
+        Until it has, no save begins: those who have loaded them would save them again. Written with
+        the lock held, but for take_removed()."""
         self._stop_after = config.stop_after
         self._aside = aside
         self._namespace = namespace
@@ -153,7 +165,14 @@ class Auditor:
         return True
 
     def begin(
-        self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int
+        self,
+        hit: int,
+        stored: Chunk,
+        was: InTier,
+        blocks: Blocks,
+        group: int,
+        *,
+        is_asked: bool = False,
     ) -> Chunk | None:
         """Locked. A chunk whose slot the workers fill with what was computed; None: it is not
         compared.
@@ -163,20 +182,36 @@ class Auditor:
             was: where the hit found it. Other bytes may be there by now.
             blocks: of the slot, that are copied; none: they could not be had.
             group: that it is of.
+            is_asked: a client asks for it.
         """
-        residency = self.context.residency
-        most = min(COPIES_MAX, max(1, residency.dram.num_slots // COPIES_PART))
         copy: Chunk | None = None
+        tier = stored.brought_by
         is_there = stored.dram is was and was.state is State.READY and not stored.dropped
-        has_place = len(self._copying) + len(self._waiting) < most and not self.is_stopped
-        is_known = self.trial.has_agreed(stored.brought_by, group, stored.name.key)
-        if blocks and is_there and has_place and not is_known:
-            copy = self._begin_copy(stored)
+        is_tried = self.trial.is_for(tier, group)
+        is_known = self.trial.has_agreed(tier, group, stored.name.key)
+        if blocks and is_there and not (is_known or self.is_stopped):
+            if self._has_place(is_tried=is_tried, is_asked=is_asked):
+                copy = self._begin_copy(stored)
+            if copy is None:
+                self.trial.had_no_place(tier, hit)
         if copy is None:
-            residency.counts[Event.NOT_COMPARED] += 1
+            self.context.residency.counts[Event.NOT_COMPARED] += 1
             return None
-        self._copying[copy] = _Pair(hit, stored, copy, group, blocks)
+        self._copying[copy] = _Pair(hit, stored, copy, group, blocks, is_tried, is_asked)
         return copy
+
+    def _has_place(self, *, is_tried: bool, is_asked: bool) -> bool:
+        """Locked. Whether there may be one more copy. Cost: a look at each that there is."""
+        slots = self.context.residency.dram.num_slots
+        most = min(COPIES_MAX, max(1, slots // COPIES_PART))
+        pairs = (*self._copying.values(), *self._waiting)
+        if is_tried or len(pairs) >= most:
+            return len(pairs) < most
+        others = [pair for pair in pairs if not pair.is_tried]
+        of_others = most // SHARE if self.trial.is_held else most
+        if is_asked and sum(pair.is_asked for pair in others) >= max(1, of_others // SHARE):
+            return False
+        return len(others) < of_others
 
     def _begin_copy(self, stored: Chunk) -> Chunk | None:
         """Locked. None: there is no room. Both are held: the copy twice, by the workers and by us.
@@ -287,7 +322,7 @@ class Auditor:
         elif not is_void:
             self._tell(pair, found)
             if fails:
-                self._fail(tier)
+                self.fail(tier)
             elif not pair.is_known:
                 self._count(pair.hit)
         with context.progress:
@@ -309,7 +344,7 @@ class Auditor:
         self._forget(chunk)
         self.context.residency.drop(chunk)
         self._know(lambda stored: stored is chunk)
-        self.has_removed |= not self.trial.is_open(chunk.brought_by)  # no request had that
+        self.has_removed |= self.trial.has_served(chunk.brought_by)
 
     def _know(self, is_wrong: Callable[[Chunk], bool]) -> None:
         """Locked. What others compare of these chunks tells nothing new."""
@@ -367,8 +402,8 @@ class Auditor:
             self._keep(pair, said),
         )
 
-    def _fail(self, tier: str) -> None:
-        """The trial of this tier has failed: none of what it has is served."""
+    def fail(self, tier: str) -> None:
+        """The trial of this tier has failed: none of what it has is served. Takes the lock."""
         is_own = tier == self._tiers[0].tier.name
         logger.error(
             "AttnStore serves nothing of what it found in %s: it was compared before it was "
@@ -379,7 +414,8 @@ class Auditor:
         )
         residency = self.context.residency
         with self.context.progress:
-            self.trial.close(tier)
+            self.has_removed |= self.trial.has_served(tier)
+            self.trial.fail(tier)
             for io in () if is_own else self._tiers:
                 if io.tier.name == tier:
                     io.health.end()
@@ -472,4 +508,5 @@ def auditor_of(
     if audit is None or not any(comparisons):
         return None
     aside = Aside(config.nvme.path, audit.keep_bytes)
-    return Auditor(context, tiers, comparisons, audit, aside, namespace)
+    tries_all = all(comparisons) and config.nvme.changed_by is None
+    return Auditor(context, tiers, comparisons, audit, aside, namespace, tries_all=tries_all)

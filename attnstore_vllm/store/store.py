@@ -34,6 +34,7 @@ from attnstore_vllm.index.sections import Need
 from attnstore_vllm.io.device import Device
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.hit_curve import HitCurve, NewChunk
+from attnstore_vllm.policy.kv_compare import Blocks
 from attnstore_vllm.policy.lookahead import LookAhead
 from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import (
@@ -48,8 +49,9 @@ from attnstore_vllm.policy.visits import (
 )
 from attnstore_vllm.store.announcer import Announcer, Teller
 from attnstore_vllm.store.auditor import auditor_of
+from attnstore_vllm.store.gauges import gauges_of
 from attnstore_vllm.store.learning import learn_from, used_by
-from attnstore_vllm.store.limited_residency import residency_with, tenant_gauges
+from attnstore_vllm.store.limited_residency import residency_with
 from attnstore_vllm.store.lookup import Lookup, alike_of, is_ready, strategy_for, wholly_used
 from attnstore_vllm.store.thread import StoreThread
 from attnstore_vllm.tiers.context import NO_HARNESS, Context, Figures, Harness, Pool
@@ -434,12 +436,14 @@ class Store:
         dram_only: bool = False,
         yields: bool = False,
     ) -> Chunk | None:
-        """See Residency.begin_save.
+        """See Residency.begin_save. Also None as long as Auditor.has_removed.
 
         Args:
             pin_s: how long it is to be pinned, if it is stored and its tenant's share allows.
         """
         with self._lock:
+            if self.audit is not None and self.audit.has_removed:
+                return None
             self.residency.now = self._clock()
             chunk = self.residency.begin_save(
                 name,
@@ -474,6 +478,8 @@ class Store:
         begun: list[Chunk | None] = []
         index = self.residency.index
         with self._lock:
+            if self.audit is not None and self.audit.has_removed:
+                return begun
             self.residency.now = self._clock()
             if pin_s is None and not yields:
                 begun += [None] * self.residency.use_stored(names, runs)
@@ -514,13 +520,13 @@ class Store:
                 self.residency.pinning.pin(kept, until, now)
 
     def begin_audit(
-        self, hit: int, stored: Chunk, was: InTier, blocks: Sequence[range], group: int = 0
+        self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int = 0, **how: bool
     ) -> Chunk | None:
         """See Auditor.begin. finish_saves() ends it, after drop() if the copy is none."""
         assert self.audit is not None
         with self._lock:
             self.residency.now = self._clock()
-            return self.audit.begin(hit, stored, was, blocks, group)
+            return self.audit.begin(hit, stored, was, blocks, group, **how)
 
     @property
     def is_distrusted(self) -> bool:
@@ -671,17 +677,7 @@ class Store:
     def gauges(self) -> dict[tuple[str, str], float]:
         """Values as they are now, as (name, label): value."""
         with self._lock:
-            dram, slot_bytes = self.residency.dram, self._context.pool.slot_bytes
-            gauges = {
-                ("held_bytes", DRAM): float(dram.num_used * slot_bytes),
-                ("capacity_bytes", DRAM): float(dram.num_slots * slot_bytes),
-                **tenant_gauges(self.residency, slot_bytes, self.thread.tiers[0].record_bytes),
-            }
-            gauges |= {("dram_curve_ratio", n): share for n, share in self._curve.by_times()}
-            for io in self.thread.tiers:
-                gauges |= io.gauges_now()
-                gauges["dirty_bytes", io.tier.name] = float(len(io.tier.waiting) * slot_bytes)
-            return gauges
+            return gauges_of(self._context, self._curve, self.thread.tiers)
 
     def is_idle(self) -> bool:
         """Nothing in flight, nothing held, and nothing to write to a tier that is in use."""

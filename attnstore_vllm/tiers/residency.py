@@ -289,10 +289,10 @@ class Residency:
                 # by one that came before it is no older
                 self.use([known], run and self._joint.of(run, before, self.now))
             # It takes no room from what waits to be read or written, if it can be read in time.
-            is_here = known.dram.state is not State.ABSENT
             whose = None if self.dram.is_slow and not yields else LAST
             again |= known.behind.keys() <= self._asked  # others have it, or say so
-            if not again or is_here or not self._make_room_in_dram(whose, known.run):
+            may_copy = again and known.dram.state is State.ABSENT
+            if not may_copy or not self._make_room_in_dram(whose, known.run):
                 return None
             known.name = name  # its tokens, which the tiers behind alone had
             self.look_ahead.has_come(known)
@@ -309,8 +309,7 @@ class Residency:
         chunk = known or Chunk(name, run=run or unknown_run(self.now))
         chunk.is_alone = is_alone  # a record of an early release does not say it
         chunk.dram_only = dram_only
-        # A known one is used already, or of a later request, whose lease is its own. At this time:
-        # for the chunk before it.
+        # A known one is used already, or of a later request. At this time: for the chunk before it.
         if known is None and not yields and chunk.run.used_at != self.now:
             chunk.run.use(self.now)
         self.dram.give(chunk, State.SAVING)

@@ -33,7 +33,7 @@ from attnstore_vllm.transfer import region
 logger = logging.getLogger(__name__)
 
 BOARD_BYTES = 256 * 1024
-"""Of these up to 40 KiB are of quotas: two values of 64 tenants in each of three tiers."""
+"""Up to 40 KiB are of quotas: two values of 64 tenants in each of three tiers."""
 PERIOD_S = 1.0
 """Between two looks at a board, and between two writes to it."""
 VALUES_MAX = 256

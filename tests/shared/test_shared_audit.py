@@ -76,6 +76,7 @@ def test_wrong_kv_is_not_served_again(
         assert chunk.dropped
         time.sleep(2 * ALONE_S)
         assert wrong not in found(two, tokens), "it is served once more"
+        two.hears()
         two.put(names[0])  # computed again
         two.until(lambda: stranger.get(place)[HEADER_BYTES:] == payload_of(names[0]))
     finally:

@@ -323,12 +323,14 @@ class Owner:
         come: dict[int, Chunk] = {}
         gone = []
         with self._context.progress:
+            self._context.residency.now = now
             for place, chunk in get.coming.items():
-                if chunk.dram.state is State.READY and not chunk.dropped:
+                has_come = chunk.dram.state is State.READY and not chunk.dropped
+                if has_come and self._has(chunk):  # it may have come from a tier that is on trial
                     self._context.residency.hold(chunk)
                     get.held.append(chunk)
                     come[place] = chunk
-                elif chunk.dropped or now >= get.ends_at:
+                elif has_come or chunk.dropped or now >= get.ends_at:
                     gone.append(place)
         for place in (*come, *gone):
             del get.coming[place]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnstore_vllm.index.chunk import State
+from attnstore_vllm.store import trial
 from attnstore_vllm.store.trial import PUT_OFF_MAX, TRIED_CHUNKS
 from attnstore_vllm.types import NVME, Cause
 from tests.helpers import names_of, sequence_of, tokens_of
@@ -103,6 +104,23 @@ def test_a_burst_does_not_end_a_trial_before_it_is_held(start: Start) -> None:
     world.rig.until_idle()
     assert world.outcomes()["differed"] == 1
     assert world.side.take_stats().data["counters"].get("recomputations:audit") == len(crowd)
+
+
+def test_after_an_alarm_a_trial_has_its_limit_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed behind vLLM's cache then is neither saved nor compared: where all prompts
+    begin alike the tier would never be served."""
+    monkeypatch.setattr(trial, "PUT_OFF_S", 0.0)
+    world = start(rate=1e-9, slots=64)
+    tokens, wrong = tokens_of(1, LENGTH), tokens_of(5, LENGTH)
+    nvme_alone(world, tokens)
+    world.put(wrong, wrong=3)
+    asked = {"kv_transfer_params": {"attnstore": {"audit": True}}}
+    assert world.serves(wrong, "drawn", **asked) == 0
+    assert world.outcomes() == {"agreed": 3, "differed": 1}
+    found = [world.serves(tokens, f"r{number}", CHUNK) for number in range(PUT_OFF_MAX + 1)]
+    assert found == PUT_OFF_MAX * [0] + [LENGTH - 1 - CHUNK]
 
 
 @pytest.mark.parametrize("is_late", [True, False])

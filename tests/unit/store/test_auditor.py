@@ -23,10 +23,12 @@ from attnstore_lab.testing.remote_dict import MakeRemoteDict, Others
 from attnstore_vllm.cli.inspect import show_audits
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.kv_causes import ALL_DIFFER
 from attnstore_vllm.policy.kv_compare import STATE_BOUND, Comparison, Side, Unit
 from attnstore_vllm.policy.learned_bound import PAIRS
 from attnstore_vllm.preflight import SLAB_NAME
+from attnstore_vllm.store import trial
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
 from attnstore_vllm.tiers.remote_io import RemoteIo
 from attnstore_vllm.types import NVME, Event
@@ -71,6 +73,7 @@ def compare(
     rig.pool.slot(copy.dram.slot)[:] = computed
     rig.store.finish_saves([copy])
     rig.until_idle()
+    rig.hears()
 
 
 def outcomes(rig: Rig) -> dict[str, int]:
@@ -348,6 +351,7 @@ def test_one_chunk_that_many_hits_have_at_once_is_one_alarm(open_rig: Rigs, tmp_
         rig.pool.slot(copy.dram.slot)[:] = payload_of(wrong.name)
         rig.store.finish_saves([copy])
     rig.until_idle()
+    rig.hears()
     assert outcomes(rig) == {"differed": 3}
     assert not rig.store.is_distrusted
     other = stored(rig, conversation(2), payload=bytes(PAYLOAD_BYTES))
@@ -432,6 +436,47 @@ def test_a_copy_takes_no_room_from_what_would_have_to_be_computed(
     compare(rig, chunks[0], payload_of(chunks[0].name))
     assert outcomes(rig) == {"agreed": 1, "not_compared": 1}
     assert chunks[0].dram.state is State.READY, "what is compared is no victim"
+
+
+def test_clients_and_others_leave_places(
+    open_rig: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight places clients may have four; two, while a tier is tried, and others two."""
+    monkeypatch.setattr(trial, "PUT_OFF_S", 0.0)
+    rig, device = audited(open_rig, tmp_path, dram_slots=64)
+    rig.put_all(sequence_of(conversation(1, 20 * 16)))
+    device.settle()
+    chunks = [rig.chunk(name) for name in names_of(sequence_of(conversation(1, 20 * 16)))]
+
+    def num_begun(number: int, **how: bool) -> int:
+        given = [rig.store.begin_audit(1, c, c.dram, ALL, 0, **how) for c in chunks[:number]]
+        begun.extend(copy for copy in given if copy is not None)
+        return sum(copy is not None for copy in given)
+
+    begun: list[Chunk] = []
+    assert num_begun(8, is_asked=True) == 4
+    assert num_begun(8) == 4
+    rig.store.drop(begun)
+    rig.store.finish_saves(begun)
+    rig.until_idle()
+    begun.clear()
+    assert rig.store.audit is not None
+    tried = chunks.pop()
+    tried.brought_by = NVME
+    rig.store.audit.put_off([Piece(tried, 0, 16)], [])
+    assert num_begun(8, is_asked=True) == 2
+    assert num_begun(8) == 2
+    chunks = 8 * [tried]
+    assert num_begun(8) == 4, "for the trial"
+    while_open = []
+    for _ in range(trial.PUT_OFF_MAX):
+        while_open.append(rig.store.audit.trial.is_open(NVME))
+        rig.store.audit.put_off([Piece(tried, 0, 16)], [])
+    assert all(while_open), "for one hit there was no place: it is none of so many"
+    assert not rig.store.audit.trial.is_open(NVME)
+    rig.store.drop(begun)
+    rig.store.finish_saves(begun)
+    rig.until_idle()
 
 
 def test_copies_are_few_at_a_time(open_rig: Rigs, tmp_path: Path) -> None:
@@ -572,6 +617,7 @@ def test_a_tail_that_a_longer_chunk_replaces_is_still_compared(
     again, _ = open_rig(image=bytes(device.image))
     assert again.store.figures().counts["recovered"] == 1, "the longer one"
     assert not rig.store.is_distrusted
+    rig.hears()
     chunk = stored(rig, conversation(2), payload=bytes(PAYLOAD_BYTES))
     compare(rig, chunk, payload_of(chunk.name), hit=2)
     assert rig.store.is_distrusted, "a hit with a wrong tail is one of so many"

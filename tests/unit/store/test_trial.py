@@ -9,7 +9,7 @@ import pytest
 
 from attnstore_vllm.index.chunk import Chunk, InTier, State
 from attnstore_vllm.index.prefix import Piece
-from attnstore_vllm.store.trial import PUT_OFF_MAX, PUT_OFF_S, TRIED_CHUNKS, TierTrial
+from attnstore_vllm.store.trial import NO_PLACE_S, PUT_OFF_MAX, PUT_OFF_S, TRIED_CHUNKS, TierTrial
 from attnstore_vllm.types import NVME, SHARED
 from tests.helpers import CHUNK_TOKENS, conversation, name_of, sequence_of
 
@@ -111,3 +111,54 @@ def test_no_burst_ends_it_before_it_could_be_compared(before_s: float) -> None:
         assert trial.put_off([piece()], 7.0 + number / 1000) == []
     assert trial.awaits([piece()])
     assert trial.put_off([piece()], 8.0 + PUT_OFF_S) == [NVME]
+
+
+def test_requests_whose_copies_found_no_place_end_no_trial_for_long() -> None:
+    """Others may have had all places. The trial ends all the same, but later."""
+    trial = TierTrial([NVME], [0], source_of)
+    for number in range(4 * PUT_OFF_MAX):
+        assert trial.put_off([piece()], number * PUT_OFF_S) == []
+        trial.had_no_place(NVME, number)
+        trial.had_no_place(NVME, number)  # another chunk of it
+        if number == PUT_OFF_MAX - 1:
+            break
+    at = number * PUT_OFF_S
+    for more in range(1, 4):
+        assert trial.put_off([piece()], at + more * PUT_OFF_S) == []
+        trial.had_no_place(NVME, number + more)
+    assert trial.put_off([piece()], at + NO_PLACE_S) == [NVME]
+
+
+def test_requests_that_had_a_place_count_beside_those_that_had_none() -> None:
+    trial = TierTrial([NVME], [0], source_of)
+    for number in range(2 * PUT_OFF_MAX - 2):
+        assert trial.put_off([piece()], 0.0) == []
+        for _ in range(number % 2 * 2):  # two chunks of it
+            trial.had_no_place(NVME, number)
+    assert trial.put_off([piece()], PUT_OFF_S) == [], "it is counted from here on"
+    assert trial.put_off([piece()], 2 * PUT_OFF_S) == [NVME]
+
+
+def test_what_failed_is_not_served_though_it_is_held() -> None:
+    trial = TierTrial([NVME, SHARED], [0], source_of)
+    trial.close(SHARED)
+    trial.fail(NVME)
+    assert trial.awaits([piece(0, SHARED), piece(1)]) and trial.awaits([piece(1, group=1)])
+    assert not trial.awaits([piece(0, SHARED), piece(1, "")])
+
+
+def test_what_was_served_before_it_failed() -> None:
+    """A group that has passed, or all once it is believed; and what is not tried, at any time."""
+    trial = TierTrial([NVME], [0, 1], source_of)
+    hit = [piece(0), piece(1, group=1)]
+    assert not trial.has_served(NVME) and trial.has_served("")
+    trial.begin(hit)
+    assert not trial.has_served(NVME)
+    trial.agreed(NVME, 0, hit[0].chunk.name.key)
+    assert trial.is_open(NVME) and trial.has_served(NVME)
+    assert not trial.is_held, "nothing was put off"
+    trial.put_off([piece(2, group=1)], 0.0)
+    assert trial.is_held
+    trial.agreed(NVME, 1, hit[1].chunk.name.key)
+    assert not trial.is_held
+    assert TierTrial([NVME], [0], source_of, tries_all=False).has_served(NVME)

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.kv_compare import Comparison, Unit
 from attnstore_vllm.types import DRAM, NVME, PEERS
 from tests.helpers import (
@@ -90,6 +92,37 @@ def test_what_nvme_has_is_given_to_no_sibling_before_it_is_tried(
         as_of_before(here.store)
         if has_come_up:
             assert here.read(1, TOKENS)["tiers"] == {NVME: TOKENS}
+        assert here.store.audit is not None
+        if is_tried:
+            here.store.audit.trial.close(NVME)
+        assert sibling.tokens(1, TOKENS) == (TOKENS if is_tried else 0)
+    finally:
+        for engine in (here, sibling):
+            engine.wait(engine.is_idle)
+            engine.close()
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_what_comes_up_on_trial_while_a_sibling_waits_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_tried: bool
+) -> None:
+    """When it was asked for, NVMe had what this engine wrote."""
+    here = PeerEngine(tmp_path, 0, audit=AuditConfig(rate=1.0), comparisons=(BITS,))
+    sibling = PeerEngine(tmp_path, 1)
+    try:
+        sibling.wait_ready()
+        here.put(1, TOKENS)
+        here.wait(here.is_idle)
+        here.push_out(2, SLOTS)
+        residency = here.store.residency
+        begin = residency.begin_fetch
+
+        def of_before(chunk: Chunk, *given: Any) -> bool:
+            has_begun = begin(chunk, *given)
+            chunk.brought_by = NVME
+            return has_begun
+
+        monkeypatch.setattr(residency, "begin_fetch", of_before)
         assert here.store.audit is not None
         if is_tried:
             here.store.audit.trial.close(NVME)
