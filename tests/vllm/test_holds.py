@@ -98,7 +98,7 @@ def talk(engine: Engine) -> tuple[list[Answer], int]:
                 found.append(answer)
             if is_on:
                 set_clock(engine, GAP_S)
-                now = {*holds_of(engine).blocks}
+                now = {*holds_of(engine).held.sessions}
                 made, last = made + len(now - last), now
     engine.drain()
     if is_on:

@@ -71,7 +71,7 @@ class World:
 
         def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
             found = allocate(request, *args, **kwargs)
-            assert found is not None or not holds.blocks, "it has no room, and others are held"
+            assert found is not None or not holds.held, "it has no room, and others are held"
             return found
 
         manager.allocate_slots = checked
@@ -111,14 +111,9 @@ class World:
 
     def check_blocks(self) -> None:
         """After all requests have ended: blocks are free, or held as often as holds say."""
-        users: dict[int, int] = {}
-        for blocks in self.holds.blocks.values():
-            for block in blocks:
-                users[block.block_id] = users.get(block.block_id, 0) + 1
-        assert all(
-            block.is_null or block.ref_cnt == users.get(block.block_id, 0)
-            for block in self.pool.blocks
-        )
+        held = [block for block in self.pool.blocks if block.ref_cnt and not block.is_null]
+        assert all(block.ref_cnt == 1 for block in held)
+        assert len(held) == self.holds.held.num_blocks
         assert self.holds.followed[1:] == (0, 0)
         self.holds.clear()
         assert self.pool.get_num_free_blocks() == self.total_free
@@ -178,7 +173,7 @@ def drive(world: World, seed: int, num_requests: int = 60) -> None:
         if random.random() < 0.05:
             with suppress(RuntimeError):  # requests that load have blocks: so it is without holds
                 world.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-            assert not world.holds.blocks
+            assert not world.holds.held
     world.drain()
 
 
