@@ -18,10 +18,10 @@ Blocks that several sessions share are counted once: who has them says what is i
 
 Sessions that come back after they lost their blocks thrash: each takes the room of the next. So one
 that is out of play waits at the door while those in play may grow to all of that share, and no
-longer than its deadline. Each may grow to what is usual, and at most to twice what it has: requests
-that are long by far do not close the door to short ones. A session's first request never waits there, and it is not held while
-there is no room for one more. So the wait of new sessions under overload is before their second
-request. Where no hold pays, or a tier makes returns cheap, no request waits.
+longer than its deadline. Each may grow to what is usual, and at most to twice what it has: so long
+ones do not close the door to short ones. A session's first request never waits there, and it is not
+held while there is no room for one more. So the wait of new sessions under overload is before their
+second request. Where no hold pays, or a tier makes returns cheap, no request waits.
 
 Source: Continuum (arXiv 2511.02230) holds for a time to live of the same form.
 """
@@ -305,8 +305,7 @@ class Holding:
         for some in (self._idle, self._back):
             first = [one for one in islice(some, max(number, LOOKS)) if one != wanted_by]
             if first:
-                # The first of equals is to be the last of them here.
-                self._order = sorted(reversed(first), key=worth, reverse=True)
+                self._order = sorted(first, key=worth)[::-1]
                 return self._order.pop()
         return next(iter(self._held))  # that of the request is left
 

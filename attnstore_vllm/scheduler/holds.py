@@ -2,8 +2,8 @@
 """Holds: blocks in HBM of sessions that are away (policy/holding.py says which, and for how long).
 
 A hold is one more user of a session's full blocks in vLLM's pool (held_blocks.py). So no worker
-takes part, and what returns finds its blocks in vLLM's own prefix cache. A session is known by its tokens: its next
-prompt begins with the blocks that its last request has left.
+takes part, and what returns finds its blocks in vLLM's own prefix cache. A session is known by its
+tokens: its next prompt begins with the blocks that its last request has left.
 
 vLLM has no hook that comes before it preempts a request for want of room, or before it empties its
 prefix cache. So two of its methods are called through here: where an allocation finds no room,
@@ -117,8 +117,8 @@ class Holds:
         self.away = OrderedDict[object, tuple[int, int]]()
         """Session and tokens, by vLLM's name of the last block that it left. SESSIONS_MAX."""
         self._prompts = OrderedDict[object, int]()
-        """Prompts that came last, by the names of their last blocks: as often as sessions had been
-        followed when it was found that one belongs to none; -1: it belonged to one. PROMPTS_KEPT."""
+        """Prompts that came last, by the names of their last blocks. It was searched when so many
+        sessions had been followed, and belongs to none; -1: it belonged to one. PROMPTS_KEPT."""
         self._num_followed = 0
         self.waiting: dict[str, _Arrived] = {}
         self._running: dict[str, tuple[int, bool]] = {}
@@ -180,7 +180,7 @@ class Holds:
         searched = self._prompts.pop(names[-1], None)
         arrived.is_copy = searched is not None
         if searched != self._num_followed:
-            known = next((name for name in reversed(names) if name in self.away), None)
+            known = next(filter(self.away.__contains__, reversed(names)), None)
             searched = self._num_followed if known is None else -1
             if known is not None:
                 arrived.session, arrived.history = self.away.pop(known)

@@ -18,6 +18,7 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.policy.holding import Holding
+from attnstore_vllm.scheduler.held_blocks import HeldBlocks
 from attnstore_vllm.scheduler.holds import HoldEvent, Holds
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB
@@ -112,11 +113,11 @@ class World:
     def check_blocks(self) -> None:
         """After all requests have ended: blocks are free, or held as often as holds say."""
         held = [block for block in self.pool.blocks if block.ref_cnt and not block.is_null]
-        assert all(block.ref_cnt == 1 for block in held)
+        assert all(block.ref_cnt == 1 for block in held), "not one use of each block"
         assert len(held) == self.holds.held.num_blocks
         assert self.holds.followed[1:] == (0, 0)
         self.holds.clear()
-        assert self.pool.get_num_free_blocks() == self.total_free
+        assert self.pool.get_num_free_blocks() == self.total_free, "blocks are lost"
 
 
 def tokens(seed: object, number: int) -> list[int]:
@@ -266,7 +267,7 @@ def test_requests_at_the_door_go_in_at_the_deadline(
         world.step()
         world.now += 0.5
         assert world.now < 500
-    assert request.is_finished() and not long.is_finished()
+    assert request.is_finished() and not long.is_finished(), "it waits at the door without an end"
     assert world.counts[HoldEvent.DEFERRED] == 1
     world.engine.abort("long")
     world.drain()
@@ -280,13 +281,13 @@ def test_requests_at_the_door_go_in_at_the_deadline(
 def test_a_hold_that_is_never_released_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(holds: Holds, session: int, why: HoldEvent) -> None:
-        holds.blocks.pop(session, None)
+    def forgetful(held: HeldBlocks, session: int) -> bool:
+        return held._ends.pop(session, None) is not None
 
-    monkeypatch.setattr(Holds, "release", forgetful)
+    monkeypatch.setattr(HeldBlocks, "release", forgetful)
     world.learn()
     world.turn("one", tokens("one", 100))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="blocks are lost"):
         world.check_blocks()
 
 
@@ -294,18 +295,19 @@ def test_a_hold_that_is_never_released_is_seen(
 def test_a_hold_that_is_released_twice_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = Holds.release
+    release = HeldBlocks.release
 
-    def twice(holds: Holds, session: int, why: HoldEvent) -> None:
-        blocks = holds.blocks.get(session)
-        release(holds, session, why)
-        if blocks is not None:
-            holds.pool.free_blocks(reversed(blocks))
+    def twice(held: HeldBlocks, session: int) -> bool:
+        run = held._ends.get(session)
+        released = release(held, session)
+        if run is not None:
+            held._pool.free_blocks(reversed(run.blocks))
+        return released
 
-    monkeypatch.setattr(Holds, "release", twice)
+    monkeypatch.setattr(HeldBlocks, "release", twice)
     world.learn()
     world.turn("one", tokens("one", 100))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="not one use of each block"):
         world.check_blocks()
 
 
@@ -320,5 +322,5 @@ def test_holds_that_keep_their_room_are_seen(world: World, monkeypatch: pytest.M
 @one_case
 def test_a_door_without_a_deadline_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Holding, "is_admitted", lambda *_: False)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="waits at the door without an end"):
         test_requests_at_the_door_go_in_at_the_deadline(world, monkeypatch)

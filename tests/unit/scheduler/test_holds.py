@@ -13,7 +13,7 @@ from attnstore_vllm.hints import HintReader
 from attnstore_vllm.scheduler import holds as module
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.holds import HoldEvent, Holds
-from tests.holds_world import BLOCK, ROOM, TURN, Block, S, World
+from tests.holds_world import BLOCK, ROOM, TURN, S, World
 
 
 @pytest.fixture
@@ -241,11 +241,11 @@ def test_what_children_share_is_counted_once(world: World) -> None:
 def test_what_agents_share_is_held_until_the_last_of_them_is_let_go(world: World) -> None:
     """Behind one system prompt, where one has a turn that begins another's."""
     system = [("system", number) for number in range(6)]
-    texts = {
+    texts: dict[str, list[object]] = {
         "a": [*system, "a1", "a2", "a3", "a4"],
         "b": [*system, "b1", "b2"],
         "of a": [*system, "a1", "a2"],
-        "short": system[:4],
+        "short": [*system[:4]],
     }
     for name, names in texts.items():
         request = world.ask(name, names)
