@@ -123,6 +123,10 @@ class Holding:
         self._order: list[int] = []
         """Held, and to be let go next from its end on. Emptied where that may be another."""
         self._away: OrderedDict[int, float] = OrderedDict()
+        """When each left, of those that are followed."""
+        self._copies: OrderedDict[int, float] = OrderedDict()
+        """The same of copies. Gaps are learned of those that come back alone: one of many answers
+        goes on."""
         self._waiting: set[int] = set()
         """Sessions that have come back and have no room yet."""
         self._growing: dict[int, int] = {}
@@ -143,7 +147,7 @@ class Holding:
 
     def came(self, session: int, now: float) -> None:
         """A request of the session waits."""
-        left_at = self._away.pop(session, None)
+        left_at = self._away.pop(session, self._copies.pop(session, None))
         if left_at is None:
             return
         self._waiting.add(session)
@@ -206,6 +210,7 @@ class Holding:
         self._leave(session)
         self._waiting.discard(session)
         self._first.discard(session)
+        self._copies.pop(session, None)
         if self._away.pop(session, None) is not None:
             self._gaps.gave_up()
 
@@ -230,7 +235,7 @@ class Holding:
             in_use: as in is_admitted(), its own with them.
             held: tokens that are held with its own, each block counted once.
             most_s: how long they may be held.
-            is_copy: another request of the same prompt has come before, and its length counts.
+            is_copy: another request of the same prompt has come before, and is learned from.
         """
         is_first = session in self._first
         self._first.discard(session)
@@ -238,11 +243,13 @@ class Holding:
         if not is_copy:
             part = 1 / USUAL_TURNS if self._usual_tokens else 1.0
             self._usual_tokens += part * (num_tokens - self._usual_tokens)
-        self._away.pop(session, None)
-        self._away[session] = now
-        if len(self._away) > SESSIONS_MAX:
-            self._away.popitem(last=False)
-            self._gaps.gave_up()
+        away = self._copies if is_copy else self._away
+        away.pop(session, None)
+        away[session] = now
+        if len(away) > SESSIONS_MAX:
+            away.popitem(last=False)
+            if not is_copy:
+                self._gaps.gave_up()
         self._fit(now)
         saves_s = computing_s * self.return_cost.ratio
         seconds = self.seconds(num_tokens, saves_s)

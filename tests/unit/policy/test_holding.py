@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from attnstore_vllm.policy.gaps import ENDS_S, RETURNS_MIN
-from attnstore_vllm.policy.holding import SHORT_S, Holding
+from attnstore_vllm.policy.holding import SESSIONS_MAX, SHORT_S, Holding
 
 ROOM = 100_000
 TOKENS = 10_000
@@ -197,6 +197,26 @@ def test_long_sessions_do_not_close_the_door_to_short_ones() -> None:
     assert holding.lets_in(9, waited_s=1.0, now=1001.0)
     assert turn(holding, 3, 1000.5)
     assert not holding.lets_in(9, waited_s=1.0, now=1001.0)
+
+
+def test_copies_that_never_come_back_do_not_end_holding() -> None:
+    """One of them may come back, as the best of many answers. The others are no sessions."""
+    holding = learned(gap_s=1.0)
+    now = 1000.0
+    for asked in range(40):
+        for child in range(64):
+            session = 10_000 + 64 * asked + child
+            holding.started(session, TOKENS)
+            holding.ended(session, TOKENS, COMPUTING_S, now, in_use=0, held=ROOM, is_copy=child > 0)
+        now += 1.0
+        best = 10_000 + 64 * asked + 7
+        holding.came(best, now)
+        holding.gone(best)
+        now += 60.0
+    assert holding.seconds(TOKENS, COMPUTING_S) > 0
+    for session in range(2 * SESSIONS_MAX):
+        holding.ended(session, TOKENS, COMPUTING_S, now, in_use=0, held=ROOM, is_copy=True)
+    assert len(holding._copies) == SESSIONS_MAX
 
 
 def test_the_length_of_a_prompt_counts_once() -> None:
