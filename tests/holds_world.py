@@ -11,6 +11,7 @@ from typing import Any
 from attnstore_vllm.config.hbm_holds import HoldingConfig
 from attnstore_vllm.hints import HintReader
 from attnstore_vllm.policy.gaps import RETURNS_MIN
+from attnstore_vllm.policy.holding import Holding
 from attnstore_vllm.scheduler.holds import HoldEvent, Holds
 
 BLOCK = 16
@@ -127,6 +128,11 @@ class World:
         child.block_hashes += [(name, number, place) for place in range(answer)]
         child.num_tokens = BLOCK * len(child.block_hashes)
         return child
+
+    @property
+    def policy(self) -> Holding:
+        assert self.holds.holding is not None
+        return self.holds.holding
 
     @property
     def in_use(self) -> int:

@@ -116,6 +116,16 @@ def test_who_is_longest_overdue_is_let_go_first_and_who_is_back_last() -> None:
     assert [holding.let_go(1000.9, 8, wanted_by=2) for _ in range(2)] == [[2], []]
 
 
+def test_those_that_are_back_are_let_go_last_and_that_of_the_request_after_them() -> None:
+    """Though they would gain least a second."""
+    holding = learned(gap_s=1.0)
+    for session in (1, 2, 3, 4):
+        assert turn(holding, session, 1000.0, computing_s=COMPUTING_S * session)
+    holding.came(1, 1000.5)
+    holding.came(2, 1000.5)
+    assert [holding.let_go(1000.6, wanted_by=1) for _ in range(4)] == [[3], [4], [2], [1]]
+
+
 def test_many_are_let_go_in_the_order_of_what_they_gain() -> None:
     holding = learned(gap_s=1.0)
     for number, session in enumerate((1, 2, 3)):

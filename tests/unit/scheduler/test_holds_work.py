@@ -6,6 +6,7 @@ much: sessions of one block, returns by the hundred, children of a long prompt.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -116,6 +117,14 @@ def test_gaps_are_learned_of_many_as_of_few() -> None:
     assert lines_of(lambda: few.fit(np.ones(10))) == lines_of(lambda: many.fit(np.ones(4096)))
 
 
+class Away(OrderedDict[object, tuple[int, int]]):
+    looks = 0
+
+    def __contains__(self, name: object) -> bool:
+        self.looks += 1
+        return super().__contains__(name)
+
+
 @pytest.mark.parametrize("is_worth_it", [True, False])
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_children_of_a_long_prompt(prompts: int, is_worth_it: bool) -> None:
@@ -124,6 +133,7 @@ def test_children_of_a_long_prompt(prompts: int, is_worth_it: bool) -> None:
     world.learn()
     if not is_worth_it:
         world.holds.computing_s = lambda tokens: 0.0
+    world.holds.away = away = Away(world.holds.away)
     length, number, came, lines = 2500, 20, 0, 0
     started = []
     for child in range(number):
@@ -139,6 +149,7 @@ def test_children_of_a_long_prompt(prompts: int, is_worth_it: bool) -> None:
         lines += some.number if child >= prompts else 0
     children = (number - 1) * prompts
     assert came < 40 * children
+    assert away.looks < 1.1 * prompts * length, "the same prompt is looked for again"
     assert lines < 150 * children
     assert world.holds.counts[HoldEvent.MADE] == is_worth_it * number * prompts
     assert world.held == is_worth_it * (length + number) * prompts
