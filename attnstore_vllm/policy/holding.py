@@ -136,12 +136,17 @@ class Holding:
         """The sum of them."""
         self._first: set[int] = set()
         """Those of them in their first turn."""
-        self._usual_tokens = 0.0
+        self.usual_tokens = 0.0
         self._pays = False
         self.let_go_at = -math.inf
 
     def __contains__(self, session: int) -> bool:
         return session in self._held
+
+    @property
+    def num_away(self) -> int:
+        """Sessions that are followed, and copies."""
+        return len(self._away) + len(self._copies)
 
     # ---- the door ----------------------------------------------------------------------
 
@@ -188,7 +193,7 @@ class Holding:
 
     def _grows(self, num_tokens: int) -> int:
         """By how much a session of so many tokens may grow."""
-        return min(max(0, int(self._usual_tokens) - num_tokens), num_tokens)
+        return min(max(0, int(self.usual_tokens) - num_tokens), num_tokens)
 
     def started(
         self, session: int, num_tokens: int, computing_s: float = 0.0, return_s: float = 0.0
@@ -241,8 +246,8 @@ class Holding:
         self._first.discard(session)
         self._leave(session)
         if not is_copy:
-            part = 1 / USUAL_TURNS if self._usual_tokens else 1.0
-            self._usual_tokens += part * (num_tokens - self._usual_tokens)
+            part = 1 / USUAL_TURNS if self.usual_tokens else 1.0
+            self.usual_tokens += part * (num_tokens - self.usual_tokens)
         away = self._copies if is_copy else self._away
         away.pop(session, None)
         away[session] = now

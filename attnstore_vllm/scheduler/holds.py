@@ -44,8 +44,8 @@ DOOR_MAX = 256
 """Requests that hear "later" in one step, at the door: vLLM looks at its cache for each of them.
 Those beyond it go in."""
 PROMPTS_KEPT = 64
-"""Of so many prompts that came last, by the names of their last whole blocks, more requests are
-known to be copies: the children of one request, which may be thousands."""
+"""Prompts that came last, by the names of their last whole blocks. More requests of one are known to
+be copies, as the children of one request, which may be thousands."""
 _ENDED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Names of vLLM's RequestStatus: such a request may have a next turn."""
 _POOL_NAMES = (

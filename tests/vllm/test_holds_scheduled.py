@@ -7,7 +7,7 @@ request lacks a block that a hold has, and all blocks come back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +114,7 @@ class World:
         """After all requests have ended: blocks are free, or held as often as holds say."""
         held = [block for block in self.pool.blocks if block.ref_cnt and not block.is_null]
         assert all(block.ref_cnt == 1 for block in held), "not one use of each block"
-        assert len(held) == self.holds.held.num_blocks
+        assert len(held) == self.holds.held.num_blocks, "blocks are lost"
         assert self.holds.followed[1:] == (0, 0)
         self.holds.clear()
         assert self.pool.get_num_free_blocks() == self.total_free, "blocks are lost"
@@ -277,14 +277,27 @@ def test_requests_at_the_door_go_in_at_the_deadline(
 # ---- faults that the above would see ---------------------------------------------------
 
 
+def freed_by_holds(world: World, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """What a hold lets go of is freed so many times."""
+    release, free = HeldBlocks.release, world.pool.free_blocks
+
+    def free_all(blocks: Iterable[Any]) -> None:
+        for some in [[*blocks]] * times:
+            free(some)
+
+    def released(held: HeldBlocks, session: int) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(world.pool, "free_blocks", free_all)
+            return release(held, session)
+
+    monkeypatch.setattr(HeldBlocks, "release", released)
+
+
 @one_case
 def test_a_hold_that_is_never_released_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(held: HeldBlocks, session: int) -> bool:
-        return held._ends.pop(session, None) is not None
-
-    monkeypatch.setattr(HeldBlocks, "release", forgetful)
+    freed_by_holds(world, monkeypatch, 0)
     world.learn()
     world.turn("one", tokens("one", 100))
     with pytest.raises(AssertionError, match="blocks are lost"):
@@ -295,16 +308,7 @@ def test_a_hold_that_is_never_released_is_seen(
 def test_a_hold_that_is_released_twice_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = HeldBlocks.release
-
-    def twice(held: HeldBlocks, session: int) -> bool:
-        run = held._ends.get(session)
-        released = release(held, session)
-        if run is not None:
-            held._pool.free_blocks(reversed(run.blocks))
-        return released
-
-    monkeypatch.setattr(HeldBlocks, "release", twice)
+    freed_by_holds(world, monkeypatch, 2)
     world.learn()
     world.turn("one", tokens("one", 100))
     with pytest.raises(AssertionError, match="not one use of each block"):

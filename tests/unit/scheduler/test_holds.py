@@ -260,7 +260,9 @@ def test_what_agents_share_is_held_until_the_last_of_them_is_let_go(world: World
     assert {block.block_hash for block in world.pool.free} >= {*system, "a4", "b2"}
 
 
-def test_one_of_the_requests_of_a_prompt_is_learned_from(world: World) -> None:
+def test_one_of_the_requests_of_a_prompt_is_learned_from(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where those of several prompts take turns."""
     learned: list[bool] = []
     ended = world.policy.ended
@@ -269,7 +271,7 @@ def test_one_of_the_requests_of_a_prompt_is_learned_from(world: World) -> None:
         learned.append(not is_copy)
         return ended(*args, is_copy=is_copy, **options)
 
-    world.policy.ended = told  # type: ignore[method-assign]
+    monkeypatch.setattr(world.policy, "ended", told)
     children = [world.child(name, number, prompt=5) for number in range(4) for name in "abc"]
     for child, blocks in [(child, world.take(child)) for child in children]:
         world.end(child, blocks)
