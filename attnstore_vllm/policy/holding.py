@@ -143,11 +143,6 @@ class Holding:
     def __contains__(self, session: int) -> bool:
         return session in self._held
 
-    @property
-    def num_away(self) -> int:
-        """Sessions that are followed, and copies."""
-        return len(self._away) + len(self._copies)
-
     # ---- the door ----------------------------------------------------------------------
 
     def came(self, session: int, now: float) -> None:

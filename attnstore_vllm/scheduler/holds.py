@@ -44,8 +44,8 @@ DOOR_MAX = 256
 """Requests that hear "later" in one step, at the door: vLLM looks at its cache for each of them.
 Those beyond it go in."""
 PROMPTS_KEPT = 64
-"""Prompts that came last, by the names of their last whole blocks. More requests of one are known to
-be copies, as the children of one request, which may be thousands."""
+"""Prompts that came last, by the names of their last whole blocks. More requests of one are known
+to be copies, as the children of one request, which may be thousands."""
 _ENDED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Names of vLLM's RequestStatus: such a request may have a next turn."""
 _POOL_NAMES = (
@@ -122,7 +122,7 @@ class Holds:
         self._num_followed = 0
         self.waiting: dict[str, _Arrived] = {}
         self._running: dict[str, tuple[int, bool]] = {}
-        """Of requests that have their blocks: the session, and is_copy."""
+        """Sessions of requests that have their blocks, each with is_copy."""
         self.held = HeldBlocks(None)
         self._num_deferred = 0
         self._is_open = False

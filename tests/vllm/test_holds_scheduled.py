@@ -300,7 +300,7 @@ def test_a_hold_that_is_never_released_is_seen(
     freed_by_holds(world, monkeypatch, 0)
     world.learn()
     world.turn("one", tokens("one", 100))
-    with pytest.raises(AssertionError, match="blocks are lost"):
+    with pytest.raises(AssertionError, match="not one use of each block"):
         world.check_blocks()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnstore_vllm.policy.gaps import ENDS_S, RETURNS_MIN
+from attnstore_vllm.policy.gaps import ENDS_S, RETURNS_MIN, Gaps
 from attnstore_vllm.policy.holding import SESSIONS_MAX, SHORT_S, Holding
 
 ROOM = 100_000
@@ -224,9 +224,18 @@ def test_copies_that_never_come_back_do_not_end_holding() -> None:
         holding.gone(best)
         now += 60.0
     assert holding.seconds(TOKENS, COMPUTING_S) > 0
-    for session in range(2 * SESSIONS_MAX):
-        holding.ended(session, TOKENS, COMPUTING_S, now, in_use=0, held=ROOM, is_copy=True)
-    assert holding.num_away <= 2 * SESSIONS_MAX
+
+
+def test_copies_that_are_followed_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    gaps: list[float] = []
+    holding = learned(gap_s=1.0)
+    for session in range(SESSIONS_MAX + 1):
+        holding.ended(session, TOKENS, COMPUTING_S, 1000.0, in_use=0, held=ROOM, is_copy=True)
+    monkeypatch.setattr(Gaps, "observe", lambda _, gap_s: gaps.append(gap_s))
+    holding.came(0, 1001.0)
+    assert not gaps
+    holding.came(1, 1002.0)
+    assert gaps == [2.0]
 
 
 def test_the_length_of_a_prompt_counts_once() -> None:
