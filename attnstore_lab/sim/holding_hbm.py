@@ -25,6 +25,8 @@ class HoldingHbm(Hbm):
         """By chunk: running requests that have hit it, and holds."""
         self._hits: dict[str, list[int]] = {}
         self._held: dict[int, list[int]] = {}
+        self._holds: Counter[int] = Counter()
+        """By chunk: sessions that it is held for."""
 
     def _found(self, job: Job) -> list[int]:
         def is_there(number: int) -> bool:
@@ -56,6 +58,19 @@ class HoldingHbm(Hbm):
             self._cached.popitem(last=False)
         return True
 
+    @property
+    def tokens_in_use(self) -> int:
+        return self._taken * self._size // self._cached_bytes
+
+    @property
+    def held_tokens(self) -> int:
+        """Each chunk counted once."""
+        return self._size * len(self._holds)
+
+    def held_with(self, job: Job) -> int:
+        """held_tokens with those of a request that runs."""
+        return self.held_tokens + self._size * sum(n not in self._holds for n in self._whole(job))
+
     def give_back(self, job: Job) -> None:
         """The request has ended. Its whole blocks stay until others need the room."""
         whole = self._end(job)
@@ -72,11 +87,17 @@ class HoldingHbm(Hbm):
         self._taken += self._cached_bytes * sum(number not in self._users for number in whole)
         self._use(whole)
         self._held[job.request.session] = whole
+        self._holds.update(whole)
 
     def let_go(self, session: int) -> None:
         """What is held for the session is as if its request had just ended. If nothing is held,
         nothing happens."""
-        self._unuse(self._held.pop(session, []))
+        held = self._held.pop(session, [])
+        self._unuse(held)
+        for number in held:
+            self._holds[number] -= 1
+            if not self._holds[number]:
+                del self._holds[number]
 
     def _end(self, job: Job) -> list[int]:
         """Take the request's blocks out of use. Returns its whole chunks."""
@@ -85,7 +106,7 @@ class HoldingHbm(Hbm):
         own = self._machine.held_bytes(job.num_in_all) - len(hits) * self._cached_bytes
         self._taken -= own
         self._unuse(hits)
-        return list(job.request.chunks[: job.request.known_tokens // self._size].tolist())
+        return self._whole(job)
 
     def _use(self, chunks: list[int]) -> None:
         for number in chunks:
@@ -99,3 +120,7 @@ class HoldingHbm(Hbm):
                 del self._users[number]
                 self._taken -= self._cached_bytes
                 self._cached[number] = None
+
+    def _whole(self, job: Job) -> list[int]:
+        """Chunks of a request that will be full when it ends."""
+        return list(job.request.chunks[: job.request.known_tokens // self._size].tolist())

@@ -52,7 +52,7 @@ class HoldingServer(Server):
     def _is_admitted(self, job: Job) -> bool:
         session, waited_s = job.request.session, self.now - job.arrival_time
         return session < 0 or self._holding.is_admitted(
-            session, job.num_prompt_tokens, waited_s, self.now
+            session, job.num_prompt_tokens, self._blocks.tokens_in_use, waited_s, self.now
         )
 
     def _take(self, job: Job) -> bool:
@@ -90,8 +90,11 @@ class HoldingServer(Server):
         return loading_s + machine.prefill_s(start, job.history)
 
     def _give_back(self, job: Job) -> None:
-        session, computing_s = job.request.session, self._machine.prefill_s(0, job.num_in_all)
-        if session >= 0 and self._holding.ended(session, job.num_in_all, computing_s, self.now):
-            self._blocks.hold(job)
+        session, blocks = job.request.session, self._blocks
+        if session >= 0 and self._holding.ended(
+            session, job.num_in_all, self._machine.prefill_s(0, job.num_in_all), self.now,
+            in_use=blocks.tokens_in_use, held=blocks.held_with(job),
+        ):  # fmt: skip
+            blocks.hold(job)
         else:
             super()._give_back(job)

@@ -14,11 +14,14 @@ computing: a tier that still has their KV by then makes it small.
 A hold is bounded by its end, by the longest one, and by the share of HBM that all have. It is let
 go at once when a request has no room: what is expected to gain least a second first.
 
+Blocks that several sessions share are counted once: who has them says what is in use and held.
+
 Sessions that come back after they lost their blocks thrash: each takes the room of the next. So one
 that is out of play waits at the door while those in play may grow to all of that share, and no
-longer than its deadline. A session's first request never waits there, and it is not held while
-there is no room for one more. So the wait of new sessions under overload is before their second
-request. Where no hold pays, or a tier makes returns cheap, no request waits.
+longer than its deadline. Each may grow to what is usual, and at most to twice what it has: so long
+ones do not close the door to short ones. A session's first request never waits there, and it is not
+held while there is no room for one more. So the wait of new sessions under overload is before their
+second request. Where no hold pays, or a tier makes returns cheap, no request waits.
 
 Source: Continuum (arXiv 2511.02230) holds for a time to live of the same form.
 """
@@ -26,26 +29,15 @@ Source: Continuum (arXiv 2511.02230) holds for a time to live of the same form.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
-_Array = npt.NDArray[np.float64]
+from attnstore_vllm.policy.gaps import ENDS_S, RETURNS_KEPT, Gaps
+from attnstore_vllm.policy.lazy_heap import LazyHeap
 
-FIRST_S = 0.0625
-NUM_AGES = 32
-ENDS_S = FIRST_S * 2.0 ** (np.arange(NUM_AGES) / 2)
-"""Age b ends after so long; the last after 48 minutes, and what is older never comes back."""
-_ENDS_S: list[float] = ENDS_S.tolist()
-WIDTHS_S = np.diff(np.concatenate([[0.0], ENDS_S]))
-RETURNS_MIN = 8
-"""Before so many have come back nothing is held."""
-RETURNS_KEPT = 512
-"""About so many count."""
-REFIT_RETURNS = 16
 DOOR_RATIO = 0.5
 """Where the return of a lost session costs less than this part of computing it, none waits: loads
 hide behind what others compute, so that waiting for HBM costs more than it saves."""
@@ -55,68 +47,11 @@ USUAL_TURNS = 64
 """About so many count for how long a session's requests are."""
 SESSIONS_MAX = 4096
 """Sessions that are followed while they are away. The oldest is given up for a new one."""
-
-
-class Gaps:
-    """How long sessions are away, of all that have left: those that never came back count."""
-
-    def __init__(self) -> None:
-        self._returned = np.zeros(NUM_AGES)
-        self._departed = 0.0
-        self._num_seen = 0
-        self._hazard = np.zeros(NUM_AGES)
-        self._rates = [0.0] * NUM_AGES
-        self.is_known = False
-
-    def observe(self, gap_s: float) -> bool:
-        """A session has come back. Returns whether it is time for fit()."""
-        age = bisect_right(_ENDS_S, gap_s)
-        keep = 1 - 1 / RETURNS_KEPT
-        self._returned *= keep
-        self._departed *= keep
-        if age < NUM_AGES:
-            self._returned[age] += 1
-        else:
-            self._departed += 1
-        self._num_seen += 1
-        return self._num_seen >= RETURNS_MIN and self._num_seen % REFIT_RETURNS in (0, RETURNS_MIN)
-
-    def gave_up(self) -> None:
-        """One that was followed has not come back."""
-        self._departed += 1
-
-    def fit(self, away_s: _Array) -> None:
-        """Learn the hazard of each age.
-
-        Args:
-            away_s: how long each session is away that has not come back yet.
-        """
-        reached = np.zeros(NUM_AGES)
-        for age in np.searchsorted(ENDS_S, away_s, side="right"):
-            reached[:age] += 1
-        later = np.cumsum(self._returned[::-1])[::-1] + self._departed
-        at_risk = later + reached
-        self._hazard = np.divide(self._returned, at_risk, where=at_risk > 0, out=np.zeros(NUM_AGES))
-        for age in range(NUM_AGES):
-            back, away_s_more = self._ahead(age)
-            self._rates[age] = float((back / away_s_more).max())
-        self.is_known = True
-
-    def returned(self) -> tuple[_Array, _Array]:
-        """By age: the probability that a session is back by its end, and the seconds that it is
-        away until then."""
-        return self._ahead(0)
-
-    def rate(self, age_s: float) -> float:
-        """Returns a second of one that is away for so long, over the best time to wait."""
-        return self._rates[min(bisect_right(_ENDS_S, age_s), NUM_AGES - 1)]
-
-    def _ahead(self, first: int) -> tuple[_Array, _Array]:
-        """As returned(), of one that has reached this age."""
-        stays = np.cumprod(1 - self._hazard[first:], dtype=np.float64)
-        before = np.concatenate([[1.0], stays[:-1]])
-        # One that comes back within an age comes in its middle.
-        return 1 - stays, np.cumsum(WIDTHS_S[first:] * (before + stays) / 2, dtype=np.float64)
+LOOKS = 256
+"""Holds that are put in order at once, to be let go: those that are away for longest. They are the
+next to go, until a step is over. Of one-block sessions there may be thousands."""
+OVER_MAX = 256
+"""Holds whose end is seen in one step."""
 
 
 class ReturnCost:
@@ -178,20 +113,32 @@ class Holding:
         self._defer_s = defer_s
         self._gaps = Gaps()
         self.return_cost = ReturnCost()
-        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._is_fitted = True
+        self._held: dict[int, _Held] = {}
+        self._idle: dict[int, None] = {}
+        """Those of them that are away, the one that left first first."""
+        self._back: dict[int, None] = {}
+        """Those of them that have come back, and wait for room."""
+        self._ends = LazyHeap[int](self._until)
+        self._order: list[int] = []
+        """Held, and to be let go next from its end on. Emptied where that may be another."""
         self._away: OrderedDict[int, float] = OrderedDict()
+        """When each left, of those that are followed."""
+        self._copies: OrderedDict[int, float] = OrderedDict()
+        """The same of copies. Gaps are learned of those that come back alone: one of many answers
+        goes on."""
         self._waiting: set[int] = set()
         """Sessions that have come back and have no room yet."""
-        self._present: dict[int, int] = {}
-        """Tokens of the sessions in play: those that run, and those that are held."""
+        self._growing: dict[int, int] = {}
+        """Tokens by which the sessions in play may grow: those that run, and those that are held.
+        As it was when they started, or were held."""
+        self._growth = 0
+        """The sum of them."""
         self._first: set[int] = set()
         """Those of them in their first turn."""
-        self._in_play: float | None = 0.0
-        """Tokens that they may grow to; None: to be counted."""
-        self._usual_tokens = 0.0
+        self.usual_tokens = 0.0
         self._pays = False
         self.let_go_at = -math.inf
-        self.held_tokens = 0
 
     def __contains__(self, session: int) -> bool:
         return session in self._held
@@ -200,22 +147,30 @@ class Holding:
 
     def came(self, session: int, now: float) -> None:
         """A request of the session waits."""
-        left_at = self._away.pop(session, None)
+        left_at = self._away.pop(session, self._copies.pop(session, None))
         if left_at is None:
             return
         self._waiting.add(session)
         if session in self._held:  # until it has room, and no longer
             self._held[session].until = self._held[session].last
+            del self._idle[session]
+            self._back[session] = None
+            self._order.clear()
         if self._gaps.observe(now - left_at):
-            self._gaps.fit(now - np.array([*self._away.values()]))
+            self._is_fitted = False
 
-    def is_admitted(self, session: int, num_tokens: int, waited_s: float, now: float) -> bool:
-        """Whether a request of so many tokens may start. Asked again each step. Cost: O(1), and
-        after a change a look at each session in play."""
-        is_out = session in self._waiting and session not in self._present
+    def is_admitted(
+        self, session: int, num_tokens: int, in_use: int, waited_s: float, now: float
+    ) -> bool:
+        """Whether a request of so many tokens may start. Asked again each step. Cost: O(1).
+
+        Args:
+            in_use: tokens that running requests and holds have in HBM, each block counted once.
+        """
+        is_out = session in self._waiting and session not in self._growing
         if not is_out or waited_s >= self._defer_s or not self._is_guarded(now):
             return True
-        return self._fits(num_tokens)
+        return not in_use or self._fits(in_use + num_tokens, num_tokens)
 
     def _is_guarded(self, now: float) -> bool:
         """Whether sessions wait at the door: holds pay, tiers do not make up for their loss, and
@@ -223,12 +178,17 @@ class Holding:
         is_short = now - self.let_go_at < SHORT_S
         return is_short and self._pays and self.return_cost.ratio >= DOOR_RATIO
 
-    def _fits(self, num_tokens: int) -> bool:
-        """Whether one more session can be in play. Each may grow to what is usual."""
-        usual = self._usual_tokens
-        if self._in_play is None:
-            self._in_play = sum(max(tokens, usual) for tokens in self._present.values())
-        return not self._in_play or self._in_play + max(num_tokens, usual) <= self._most
+    def _fits(self, in_use: int, num_tokens: int) -> bool:
+        """Whether one more session of so many tokens can be in play.
+
+        Args:
+            in_use: its own, too.
+        """
+        return in_use + self._growth + self._grows(num_tokens) <= self._most
+
+    def _grows(self, num_tokens: int) -> int:
+        """By how much a session of so many tokens may grow."""
+        return min(max(0, int(self.usual_tokens) - num_tokens), num_tokens)
 
     def started(
         self, session: int, num_tokens: int, computing_s: float = 0.0, return_s: float = 0.0
@@ -250,6 +210,7 @@ class Holding:
         self._leave(session)
         self._waiting.discard(session)
         self._first.discard(session)
+        self._copies.pop(session, None)
         if self._away.pop(session, None) is not None:
             self._gaps.gave_up()
 
@@ -261,33 +222,48 @@ class Holding:
         num_tokens: int,
         computing_s: float,
         now: float,
+        *,
+        in_use: int,
+        held: int,
         most_s: float = math.inf,
+        is_copy: bool = False,
     ) -> bool:
         """A request has ended. Returns whether its blocks are held.
 
         Args:
             computing_s: for all of its tokens.
+            in_use: as in is_admitted(), its own with them.
+            held: tokens that are held with its own, each block counted once.
             most_s: how long they may be held.
+            is_copy: another request of the same prompt has come before, and is learned from.
         """
         is_first = session in self._first
         self._first.discard(session)
         self._leave(session)
-        part = 1 / USUAL_TURNS if self._usual_tokens else 1.0
-        self._usual_tokens += part * (num_tokens - self._usual_tokens)
-        self._away[session] = now
-        if len(self._away) > SESSIONS_MAX:
-            self._away.popitem(last=False)
-            self._gaps.gave_up()
+        if not is_copy:
+            part = 1 / USUAL_TURNS if self.usual_tokens else 1.0
+            self.usual_tokens += part * (num_tokens - self.usual_tokens)
+        away = self._copies if is_copy else self._away
+        away.pop(session, None)
+        away[session] = now
+        if len(away) > SESSIONS_MAX:
+            away.popitem(last=False)
+            if not is_copy:
+                self._gaps.gave_up()
+        self._fit(now)
         saves_s = computing_s * self.return_cost.ratio
         seconds = self.seconds(num_tokens, saves_s)
         self._pays = seconds > 0
-        if not seconds or self.held_tokens + num_tokens > self._most:
+        if not seconds or held > self._most:
             return False
-        if is_first and self._is_guarded(now) and not self._fits(num_tokens):
+        if is_first and self._is_guarded(now) and not self._fits(in_use, num_tokens):
             return False
         last = now + min(self._longest_s, most_s)
-        self._held[session] = _Held(num_tokens, now, min(now + seconds, last), last, saves_s)
-        self.held_tokens += num_tokens
+        until = min(now + seconds, last)
+        self._held[session] = _Held(num_tokens, now, until, last, saves_s)
+        self._idle[session] = None
+        self._ends.push(until, session)
+        self._order.clear()
         self._join(session, num_tokens)
         return True
 
@@ -295,44 +271,70 @@ class Holding:
         """How long so many tokens are worth to be held; 0: they are not."""
         if not self._gaps.is_known:
             return 0.0
-        back, away_s = self._gaps.returned()
+        back, away_s = self._gaps.returned
         gain = back * saves_s - away_s * num_tokens / self._room
         gain[self._longest_s < ENDS_S] = -np.inf
         best = int(gain.argmax())
         return float(ENDS_S[best]) if gain[best] > 0 else 0.0
 
     def over(self, now: float) -> list[int]:
-        """Sessions whose time is over: they are held no more."""
-        over = [session for session, held in self._held.items() if held.until <= now]
+        """A step is over. Returns sessions whose time is over, at most OVER_MAX: they are held no
+        more."""
+        self._order.clear()
+        over = self._ends.take(now, OVER_MAX)
         for session in over:
             self._leave(session)
         return over
 
     def let_go(self, now: float, number: int = 1, wanted_by: int | None = None) -> list[int]:
         """So many sessions that are held no more, since a request has no room: those that gain
-        least a second. Those that are back come last, and that of the request after them. Cost: a
-        look at each that is held."""
-
-        def worth(one: int) -> tuple[bool, bool, float]:
-            held = self._held[one]
-            saves_s = self._gaps.rate(now - held.since) * held.saves_s / held.num_tokens
-            return one == wanted_by, one in self._waiting, saves_s
-
-        if self._held:
-            self.let_go_at = now
-        sessions = sorted(self._held, key=worth)[:number]
-        for session in sessions:
-            self._leave(session)
+        least a second, as far as LOOKS. Those that are back come last, and that of the request
+        after them. Cost: of putting LOOKS in order, once for so many."""
+        if not self._held:
+            return []
+        self.let_go_at = now
+        self._fit(now)
+        sessions: list[int] = []
+        while self._held and len(sessions) < number:
+            sessions.append(self._next(now, number, wanted_by))
+            self._leave(sessions[-1])
         return sessions
 
+    def _next(self, now: float, number: int, wanted_by: int | None) -> int:
+        def worth(one: int) -> float:
+            held = self._held[one]
+            return self._gaps.rate(now - held.since) * held.saves_s / held.num_tokens
+
+        while self._order:
+            session = self._order.pop()
+            if session in self._held and session != wanted_by:
+                return session
+        for some in (self._idle, self._back):
+            first = [one for one in islice(some, max(number, LOOKS)) if one != wanted_by]
+            if first:
+                self._order = sorted(first, key=worth)[::-1]
+                return self._order.pop()
+        return next(iter(self._held))  # that of the request is left
+
+    def _until(self, session: int) -> float | None:
+        held = self._held.get(session)
+        return None if held is None else held.until
+
+    def _fit(self, now: float) -> None:
+        """Learn gaps again if it is time: once however many have come back in a step."""
+        if not self._is_fitted:
+            self._is_fitted = True
+            left_at = np.fromiter(self._away.values(), np.float64, len(self._away))
+            self._gaps.fit(now - left_at)
+
     def _join(self, session: int, num_tokens: int) -> None:
-        self._present[session] = num_tokens
-        self._in_play = None
+        """The session is in play."""
+        self._growing[session] = self._grows(num_tokens)
+        self._growth += self._growing[session]
 
     def _leave(self, session: int) -> None:
         """The session is not in play."""
-        held = self._held.pop(session, None)
-        if held is not None:
-            self.held_tokens -= held.num_tokens
-        if self._present.pop(session, None) is not None:
-            self._in_play = None
+        if self._held.pop(session, None) is not None:
+            self._idle.pop(session, None)
+            self._back.pop(session, None)
+        self._growth -= self._growing.pop(session, 0)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds: blocks in HBM of sessions that are away (policy/holding.py says which, and for how long).
 
-A hold is one more user of a session's full blocks in vLLM's pool. So no worker takes part, and what
-returns finds its blocks in vLLM's own prefix cache. A session is known by its tokens: its next
-prompt begins with the blocks that its last request has left.
+A hold is one more user of a session's full blocks in vLLM's pool (held_blocks.py). So no worker
+takes part, and what returns finds its blocks in vLLM's own prefix cache. A session is known by its
+tokens: its next prompt begins with the blocks that its last request has left.
 
 vLLM has no hook that comes before it preempts a request for want of room, or before it empties its
 prefix cache. So two of its methods are called through here: where an allocation finds no room,
@@ -30,6 +30,7 @@ from attnstore_vllm.policy.holding import SESSIONS_MAX, Holding
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.scheduler.costs import Costs
 from attnstore_vllm.scheduler.figures import StepStats
+from attnstore_vllm.scheduler.held_blocks import HeldBlocks
 from attnstore_vllm.scheduler.hidden_blocks import HiddenNames
 from attnstore_vllm.scheduler.request import RequestState, brings_kv
 from attnstore_vllm.scheduler.vllm_types import KVCacheManager, Request
@@ -42,9 +43,14 @@ logger = logging.getLogger(__name__)
 DOOR_MAX = 256
 """Requests that hear "later" in one step, at the door: vLLM looks at its cache for each of them.
 Those beyond it go in."""
+PROMPTS_KEPT = 64
+"""Prompts that came last, by the names of their last whole blocks. More requests of one are known
+to be copies, as the children of one request, which may be thousands."""
 _ENDED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Names of vLLM's RequestStatus: such a request may have a next turn."""
-_POOL_NAMES = ("touch", "free_blocks", "reset_prefix_cache", "blocks", "num_gpu_blocks")
+_POOL_NAMES = (
+    "touch", "free_blocks", "reset_prefix_cache", "blocks", "num_gpu_blocks", "get_num_free_blocks",
+)  # fmt: skip
 
 Seconds = Callable[[int], float]
 """For computing so many tokens from the first on; 0 where that is not known."""
@@ -81,6 +87,8 @@ class _Arrived:
     load_s: float = 0.0
     """Tokens that tiers have of it, and how long they take to load."""
     is_deferred: bool = False
+    is_copy: bool = False
+    """Another request of this prompt came lately."""
 
 
 class Holds:
@@ -108,13 +116,14 @@ class Holds:
         self._numbers = itertools.count()
         self.away = OrderedDict[object, tuple[int, int]]()
         """Session and tokens, by vLLM's name of the last block that it left. SESSIONS_MAX."""
-        self._unknown: object = None
-        """The last block's name of the prompt that was looked for last, and belongs to none."""
+        self._prompts = OrderedDict[object, int]()
+        """Prompts that came last, by the names of their last blocks. It was searched when so many
+        sessions had been followed, and belongs to none; -1: it belonged to one. PROMPTS_KEPT."""
+        self._num_followed = 0
         self.waiting: dict[str, _Arrived] = {}
-        self._running: dict[str, int] = {}
-        """Sessions of requests that have their blocks."""
-        self.blocks: dict[int, list[Any]] = {}
-        """Held, by session."""
+        self._running: dict[str, tuple[int, bool]] = {}
+        """Sessions of requests that have their blocks, each with is_copy."""
+        self.held = HeldBlocks(None)
         self._num_deferred = 0
         self._is_open = False
         """The last step was empty while requests waited at the door: the next one goes in."""
@@ -129,6 +138,7 @@ class Holds:
             logger.warning("holding is off: this vLLM's block pool is not as it is known to be")
             return
         self.pool, self._block_tokens = pool, pool.hash_block_size
+        self.held = HeldBlocks(pool)
         self.holding = Holding(
             max(1, (pool.num_gpu_blocks - 1) * self._block_tokens),
             share=self._config.share,
@@ -162,17 +172,22 @@ class Holds:
         of which one request may have thousands."""
         if self.holding is None or request.resumable or request.skip_reading_prefix_cache:
             return
-        now, session, history = self.clock(), next(self._numbers), 0
+        arrived = _Arrived(next(self._numbers), self.clock(), history=0)
+        self.waiting[request.request_id] = arrived
         names = request.block_hashes
-        if self.away and names and names[-1] != self._unknown:
-            for name in reversed(names):
-                if name in self.away:
-                    session, history = self.away.pop(name)
-                    self.holding.came(session, now)
-                    break
-            else:
-                self._unknown = names[-1]
-        self.waiting[request.request_id] = _Arrived(session, now, history)
+        if not names:
+            return
+        searched = self._prompts.pop(names[-1], None)
+        arrived.is_copy = searched is not None
+        if searched != self._num_followed:
+            known = next(filter(self.away.__contains__, reversed(names)), None)
+            searched = self._num_followed if known is None else -1
+            if known is not None:
+                arrived.session, arrived.history = self.away.pop(known)
+                self.holding.came(arrived.session, arrived.came_at)
+        self._prompts[names[-1]] = searched
+        if len(self._prompts) > PROMPTS_KEPT:
+            self._prompts.popitem(last=False)
 
     def found(self, request_id: str, tokens: int, load_s: float) -> None:
         """Tiers have so many tokens of a request that has come, and would load them in so long."""
@@ -191,7 +206,7 @@ class Holds:
         now = self.clock()
         waited_s = now - waiting.came_at
         if self._num_deferred >= DOOR_MAX or self.holding.is_admitted(
-            waiting.session, request.num_tokens, waited_s, now
+            waiting.session, request.num_tokens, self._in_use, waited_s, now
         ):
             return False
         self._num_deferred += 1
@@ -207,34 +222,38 @@ class Holds:
         """
         request_id = request.request_id
         waiting = self.waiting.pop(request_id, None)
-        session = self._running.pop(request_id, None) if waiting is None else waiting.session
+        session, is_copy = self._running.pop(request_id, (None, False))
+        if waiting is not None:
+            session = waiting.session
         if self.holding is None or session is None:
             return
-        left, hints = self._left(request, blocks), read_hints(self._hints, request)
+        hints, size = read_hints(self._hints, request), self._left(request, blocks)
         is_over = getattr(request.status, "name", "") not in _ENDED
         is_over |= hints.terms.priority is Priority.ENDED or not hints.store
-        if waiting is not None or not left or is_over:
+        if waiting is not None or not size or is_over:
             self._forget(session)
             return
-        now, tokens = self.clock(), len(left) * self._block_tokens
-        self._follow(request.block_hashes[len(left) - 1], session, tokens)
-        most_s = min(ttl or math.inf for ttl in (hints.terms.ttl_s, self._hints.ttl_s))
-        if self.holding.ended(session, tokens, self.computing_s(tokens), now, most_s):
-            self.pool.touch(left)
-            self.blocks[session] = left
+        names, tokens = request.block_hashes, size * self._block_tokens
+        is_held = self.holding.ended(
+            session, tokens, self.computing_s(tokens), self.clock(),
+            in_use=self._in_use, held=self._block_tokens * self.held.num_with(names, size),
+            most_s=min(ttl or math.inf for ttl in (hints.terms.ttl_s, self._hints.ttl_s)),
+            is_copy=is_copy,
+        )  # fmt: skip
+        if is_held:
+            self.held.hold(session, names, blocks, size)
             self.counts[HoldEvent.MADE] += 1
+        self._follow(names[size - 1], session, tokens)
 
-    def _left(self, request: Request, blocks: Sequence[int]) -> list[Any]:
-        """Those of its blocks, from the first on, that another request finds."""
-        found: list[Any] = []
+    def _left(self, request: Request, blocks: Sequence[int]) -> int:
+        """How many of its blocks another request finds, from the first on. Cost: a look at those
+        that have no name."""
         if isinstance(getattr(request._block_hasher, "__self__", None), HiddenNames):
-            return found
-        for number in blocks[: len(request.block_hashes)]:
-            block = self.pool.blocks[number]
-            if block.is_null or block.block_hash is None:
-                break
-            found.append(block)
-        return found
+            return 0
+        size = min(len(blocks), len(request.block_hashes))
+        while size and self.pool.blocks[blocks[size - 1]].block_hash is None:
+            size -= 1
+        return size
 
     def _follow(self, name: object, session: int, tokens: int) -> None:
         """Know the session by this name when it comes back."""
@@ -242,7 +261,7 @@ class Holds:
         if same is not None:
             self._forget(same[0])
         self.away[name] = session, tokens
-        self._unknown = None
+        self._num_followed += 1
         if len(self.away) > SESSIONS_MAX:
             self._forget(self.away.popitem(last=False)[1][0])
 
@@ -255,7 +274,7 @@ class Holds:
         """It has its blocks: those that were held for it are its own by now."""
         assert self.holding is not None
         waiting = self.waiting.pop(request.request_id)
-        self._running[request.request_id] = waiting.session
+        self._running[request.request_id] = waiting.session, waiting.is_copy
         computing_s = self.computing_s(waiting.history) if waiting.history else 0.0
         return_s = 0.0
         if computing_s:
@@ -270,7 +289,7 @@ class Holds:
         """A step is planned."""
         self._is_open = is_empty and self._num_deferred > 0
         self._num_deferred = 0
-        if self.blocks:
+        if self.held:
             assert self.holding is not None
             for session in self.holding.over(self.clock()):
                 self.release(session, HoldEvent.OVER)
@@ -278,7 +297,7 @@ class Holds:
     def make_room(self, request_id: str, number: int = 1) -> bool:
         """Let go of so many holds, since a request finds no room. Returns False where there is
         none."""
-        if self.holding is None or not self.blocks:
+        if self.holding is None or not self.held:
             return False
         waiting = self.waiting.get(request_id)
         wanted_by = waiting.session if waiting else None
@@ -289,14 +308,12 @@ class Holds:
 
     def clear(self) -> None:
         """Let go of all: what HBM has is dropped."""
-        for session in [*self.blocks]:
+        for session in self.held.sessions:
             self._forget(session)
         self.away.clear()
 
     def release(self, session: int, why: HoldEvent) -> None:
-        blocks = self.blocks.pop(session, None)
-        if blocks is not None:
-            self.pool.free_blocks(reversed(blocks))  # the end of it is to leave first
+        if self.held.release(session):
             self.counts[why] += 1
 
     # ---- figures -----------------------------------------------------------------------
@@ -308,7 +325,14 @@ class Holds:
 
     @property
     def held_tokens(self) -> int:
-        return self._block_tokens * sum(map(len, self.blocks.values()))
+        """Each block counted once."""
+        return self._block_tokens * self.held.num_blocks
+
+    @property
+    def _in_use(self) -> int:
+        """Tokens of vLLM's blocks that requests and holds have, each block counted once."""
+        pool = self.pool
+        return int(self._block_tokens * (pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()))
 
     def add_to(self, stats: StepStats) -> None:
         """Add what has happened since the last call."""

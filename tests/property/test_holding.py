@@ -75,6 +75,8 @@ class WatchedHbm(HoldingHbm):
         for chunks in [*self._hits.values(), *self._held.values()]:
             users.update(chunks)
         assert users == self._users
+        held = {number for chunks in self._held.values() for number in chunks}
+        assert self.held_tokens == SIZE * len(held)
         assert not set(users) & set(self._cached), "a block is in use, or is cached"
         own = sum(j.num_in_all - SIZE * len(self._hits[key]) for key, j in self._running.items())
         assert self._taken == own + SIZE * len(users)
@@ -105,7 +107,7 @@ class Watched(HoldingServer):
     def _schedule(self) -> EngineStep:
         step = super()._schedule()
         assert self.blocks.sessions == self.policy.sessions, "both know who is held"
-        assert self.policy.held_tokens <= SHARE * MACHINE.hbm
+        assert self.blocks.held_tokens <= SHARE * MACHINE.hbm
         for session in self.blocks.sessions:
             assert self.now - self.left_at[session] <= LONGEST_S, "no longer than the longest hold"
         self.blocks.check()
@@ -136,7 +138,7 @@ def test_holds_are_bounded_and_let_go_and_all_are_served(drawn: list[Session]) -
     assert out.num_requests == len(trace.requests), "none starves"
     server.wait(LONGEST_S)
     server.blocks.check_empty()
-    assert server.policy.held_tokens == 0
+    assert server.blocks.held_tokens == 0
 
 
 def test_the_property_is_of_servers_that_hold_and_defer() -> None:

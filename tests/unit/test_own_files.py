@@ -313,7 +313,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "config/secret_files.py": {
         "os.open": "a secret that the user names: its owner and mode are looked at"
     },
-    "scheduler/holds.py": {"self.pool.touch": "blocks of vLLM's pool: no file"},
+    "scheduler/held_blocks.py": {"self._pool.touch": "blocks of vLLM's pool: no file"},
     "attnstore_lab/sim/formats.py": {"path.read_bytes": GIVEN},
     "attnstore_lab/sim/hardware.py": {"path.read_text": GIVEN},
     "model_shape.py": {"path.read_text": GIVEN},

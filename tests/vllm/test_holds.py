@@ -7,14 +7,16 @@ hold behind. Time between turns is given; how long computing takes is measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from attnstore_lab.testing.tiny_model import SMALL
 from attnstore_vllm.policy.holding import ReturnCost
+from attnstore_vllm.scheduler.held_blocks import HeldBlocks
 from attnstore_vllm.scheduler.holds import Holds
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK, Answer, Engine
@@ -98,7 +100,7 @@ def talk(engine: Engine) -> tuple[list[Answer], int]:
                 found.append(answer)
             if is_on:
                 set_clock(engine, GAP_S)
-                now = {*holds_of(engine).blocks}
+                now = {*holds_of(engine).held.sessions}
                 made, last = made + len(now - last), now
     engine.drain()
     if is_on:
@@ -107,14 +109,15 @@ def talk(engine: Engine) -> tuple[list[Answer], int]:
     return found, made
 
 
-def reset(engine: Engine, how: str) -> tuple[int, int, int]:
-    """Tokens held before and after, and blocks that are still used after that."""
+def reset(engine: Engine, how: str) -> tuple[bool, int, int, int]:
+    """Whether it was done, tokens held before and after, and blocks that are still used then."""
+    is_done = True
     forget_returns(engine)
     turn(engine, [], ("reset", how))
     holds = holds_of(engine)
     before = holds.held_tokens
     if how == "reset":
-        assert engine.llm.reset_prefix_cache()
+        is_done = engine.llm.reset_prefix_cache()
     elif how == "sleep":
         engine.llm.sleep(1)
         engine.llm.wake_up()
@@ -124,7 +127,7 @@ def reset(engine: Engine, how: str) -> tuple[int, int, int]:
     after = holds.held_tokens
     pool = engine.scheduler.kv_cache_manager.block_pool
     used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    return before, after, used
+    return is_done, before, after, used
 
 
 def let_go(engine: Engine) -> None:
@@ -228,6 +231,52 @@ def cascades(engine: Engine) -> list[str | None]:
     return found[::-1]
 
 
+def check_return(seen: Mapping[str, Any]) -> None:
+    assert seen["held"] == seen["whole"] > 0
+    assert seen["found"] == seen["whole"], "a return has not found what was held for it"
+
+
+def check_reset(is_done: bool, before: int, after: int, used: int) -> None:
+    assert before >= LENGTH // BLOCK * BLOCK
+    assert is_done, "the reset was refused"
+    assert (after, used) == (0, 0)
+
+
+def with_fault(
+    engine: Engine, fault: Callable[[Holds, pytest.MonkeyPatch], None], check: Any, *args: str
+) -> Any:
+    """What a check of this engine sees while the fault is there."""
+    holds = holds_of(engine)
+    holds.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        fault(holds, patch)
+        seen = check(engine, *args)
+    holds.clear()
+    engine.check_quiet()
+    return seen
+
+
+def no_user(holds: Holds, patch: pytest.MonkeyPatch) -> None:
+    """A hold is counted, and does not use its blocks."""
+    idle = SimpleNamespace(blocks=holds.pool.blocks, touch=list, free_blocks=list)
+    patch.setattr(holds, "held", HeldBlocks(idle))
+
+
+def no_name(holds: Holds, patch: pytest.MonkeyPatch) -> None:
+    """Held blocks lose their names, so a return does not find them."""
+    hold = holds.held.hold
+
+    def nameless(session: int, names: Sequence[object], blocks: Sequence[int], size: int) -> None:
+        hold(session, names, blocks, size)
+        holds.pool.evict_blocks({*blocks[:size]})
+
+    patch.setattr(holds.held, "hold", nameless)
+
+
+def kept_in_reset(holds: Holds, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(holds, "clear", lambda: None)
+
+
 @pytest.fixture(scope="module")
 def plain(start_engine: StartEngine) -> tuple[Mapping[str, Any], Any, list[str]]:
     """An engine without holding: a return, a talk, and what it wraps."""
@@ -247,7 +296,7 @@ def test_a_return_finds_what_others_have_evicted_without(
 ) -> None:
     without, held = plain[0], engine.call(come_back)
     assert without["found"] == without["held"] == 0
-    assert held["found"] == held["held"] == held["whole"] > 0
+    check_return(held)
 
 
 def test_answers_are_those_without(
@@ -274,13 +323,11 @@ def test_computing_is_what_was_measured(engine: EngineHost) -> None:
 
 @pytest.mark.parametrize("how", ["reset", "sleep", "pause and clear"])
 def test_what_empties_the_cache_lets_go_of_all(engine: EngineHost, how: str) -> None:
-    before, after, used = engine.call(reset, how)
-    assert before >= LENGTH // BLOCK * BLOCK
-    assert (after, used) == (0, 0)
+    check_reset(*engine.call(reset, how))
 
 
 def test_a_pause_keeps_what_is_held(engine: EngineHost) -> None:
-    before, after, used = engine.call(reset, "pause")
+    _, before, after, used = engine.call(reset, "pause")
     assert before == after == used * BLOCK > 0
     engine.call(let_go)
 
@@ -301,6 +348,19 @@ def test_what_is_to_leave_nothing_is_not_held(engine: EngineHost, hints: dict[st
 def test_nothing_is_held_that_dram_brings_back_at_once(engine: EngineHost) -> None:
     before, after = engine.call(cheap_returns)
     assert before and not after
+
+
+@pytest.mark.parametrize("fault", [no_user, no_name])
+def test_a_return_that_does_not_find_its_blocks_is_seen(engine: EngineHost, fault: Any) -> None:
+    seen = engine.call(with_fault, fault, come_back)
+    with pytest.raises(AssertionError, match="not found what was held"):
+        check_return(seen)
+
+
+def test_holds_that_a_reset_leaves_are_seen(engine: EngineHost) -> None:
+    seen = engine.call(with_fault, kept_in_reset, reset, "reset")
+    with pytest.raises(AssertionError, match="the reset was refused"):
+        check_reset(*seen)
 
 
 def test_an_engine_ends_while_blocks_are_held(engine: EngineHost) -> None:

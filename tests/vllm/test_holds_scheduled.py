@@ -7,7 +7,7 @@ request lacks a block that a hold has, and all blocks come back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.policy.holding import Holding
+from attnstore_vllm.scheduler.held_blocks import HeldBlocks
 from attnstore_vllm.scheduler.holds import HoldEvent, Holds
 from tests.vllm.scripted import ScriptedEngine
 from tests.vllm.scripted_worker import VOCAB
@@ -71,7 +72,7 @@ class World:
 
         def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
             found = allocate(request, *args, **kwargs)
-            assert found is not None or not holds.blocks, "it has no room, and others are held"
+            assert found is not None or not holds.held, "it has no room, and others are held"
             return found
 
         manager.allocate_slots = checked
@@ -111,17 +112,12 @@ class World:
 
     def check_blocks(self) -> None:
         """After all requests have ended: blocks are free, or held as often as holds say."""
-        users: dict[int, int] = {}
-        for blocks in self.holds.blocks.values():
-            for block in blocks:
-                users[block.block_id] = users.get(block.block_id, 0) + 1
-        assert all(
-            block.is_null or block.ref_cnt == users.get(block.block_id, 0)
-            for block in self.pool.blocks
-        )
+        held = [block for block in self.pool.blocks if block.ref_cnt and not block.is_null]
+        assert all(block.ref_cnt == 1 for block in held), "not one use of each block"
+        assert len(held) == self.holds.held.num_blocks, "blocks are lost"
         assert self.holds.followed[1:] == (0, 0)
         self.holds.clear()
-        assert self.pool.get_num_free_blocks() == self.total_free
+        assert self.pool.get_num_free_blocks() == self.total_free, "blocks are lost"
 
 
 def tokens(seed: object, number: int) -> list[int]:
@@ -178,7 +174,7 @@ def drive(world: World, seed: int, num_requests: int = 60) -> None:
         if random.random() < 0.05:
             with suppress(RuntimeError):  # requests that load have blocks: so it is without holds
                 world.engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-            assert not world.holds.blocks
+            assert not world.holds.held
     world.drain()
 
 
@@ -271,7 +267,7 @@ def test_requests_at_the_door_go_in_at_the_deadline(
         world.step()
         world.now += 0.5
         assert world.now < 500
-    assert request.is_finished() and not long.is_finished()
+    assert request.is_finished() and not long.is_finished(), "it waits at the door without an end"
     assert world.counts[HoldEvent.DEFERRED] == 1
     world.engine.abort("long")
     world.drain()
@@ -281,17 +277,30 @@ def test_requests_at_the_door_go_in_at_the_deadline(
 # ---- faults that the above would see ---------------------------------------------------
 
 
+def freed_by_holds(world: World, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """What a hold lets go of is freed so many times."""
+    release, free = HeldBlocks.release, world.pool.free_blocks
+
+    def free_all(blocks: Iterable[Any]) -> None:
+        for some in [[*blocks]] * times:
+            free(some)
+
+    def released(held: HeldBlocks, session: int) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(world.pool, "free_blocks", free_all)
+            return release(held, session)
+
+    monkeypatch.setattr(HeldBlocks, "release", released)
+
+
 @one_case
 def test_a_hold_that_is_never_released_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgetful(holds: Holds, session: int, why: HoldEvent) -> None:
-        holds.blocks.pop(session, None)
-
-    monkeypatch.setattr(Holds, "release", forgetful)
+    freed_by_holds(world, monkeypatch, 0)
     world.learn()
     world.turn("one", tokens("one", 100))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="not one use of each block"):
         world.check_blocks()
 
 
@@ -299,18 +308,10 @@ def test_a_hold_that_is_never_released_is_seen(
 def test_a_hold_that_is_released_twice_is_seen(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = Holds.release
-
-    def twice(holds: Holds, session: int, why: HoldEvent) -> None:
-        blocks = holds.blocks.get(session)
-        release(holds, session, why)
-        if blocks is not None:
-            holds.pool.free_blocks(reversed(blocks))
-
-    monkeypatch.setattr(Holds, "release", twice)
+    freed_by_holds(world, monkeypatch, 2)
     world.learn()
     world.turn("one", tokens("one", 100))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="not one use of each block"):
         world.check_blocks()
 
 
@@ -325,5 +326,5 @@ def test_holds_that_keep_their_room_are_seen(world: World, monkeypatch: pytest.M
 @one_case
 def test_a_door_without_a_deadline_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Holding, "is_admitted", lambda *_: False)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="waits at the door without an end"):
         test_requests_at_the_door_go_in_at_the_deadline(world, monkeypatch)

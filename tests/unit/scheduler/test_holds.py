@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,135 +10,10 @@ import pytest
 
 from attnstore_vllm.config.hbm_holds import HoldingConfig
 from attnstore_vllm.hints import HintReader
-from attnstore_vllm.policy import holding as policy
 from attnstore_vllm.scheduler import holds as module
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.holds import HoldEvent, Holds
-
-BLOCK = 16
-ROOM = 100
-TURN = 5
-"""Blocks that a turn adds."""
-S = 0.01
-"""Seconds for computing a token: holding pays."""
-
-
-@dataclass
-class Block:
-    number: int
-    block_hash: object = None
-    ref_cnt: int = 0
-    is_null: bool = False
-
-
-class Pool:
-    """The part of vLLM's that holds use."""
-
-    hash_block_size = BLOCK
-
-    def __init__(self) -> None:
-        self.blocks = [Block(number) for number in range(ROOM + 1)]
-        self.blocks[0].is_null = True
-        self.num_gpu_blocks = ROOM + 1
-        self.num_resets = 0
-
-    @property
-    def free(self) -> list[Block]:
-        return [block for block in self.blocks[1:] if not block.ref_cnt]
-
-    def touch(self, blocks: list[Block]) -> None:
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def free_blocks(self, blocks: Any) -> None:
-        for block in blocks:
-            assert block.ref_cnt > 0, "freed twice"
-            block.ref_cnt -= 1
-
-    def reset_prefix_cache(self) -> bool:
-        self.num_resets += 1
-        return len(self.free) == ROOM
-
-
-class Manager:
-    def __init__(self) -> None:
-        self.block_pool = Pool()
-
-    def allocate_slots(self, request: Any, num_blocks: int) -> list[Block] | None:
-        """Blocks that have its names, and new ones."""
-        names = request.block_hashes[:num_blocks]
-        found = [b for name in names for b in self.block_pool.blocks[1:] if b.block_hash == name]
-        new = [b for b in self.block_pool.free if b not in found]
-        num_new = num_blocks - len(found)
-        if num_new > len(new):
-            return None
-        blocks = found + sorted(new, key=lambda b: b.block_hash is not None)[:num_new]
-        for block, name in zip(blocks, names, strict=True):
-            block.block_hash = name
-        self.block_pool.touch(blocks)
-        return blocks
-
-    def get_block_ids(self, request_id: str) -> Any:
-        raise NotImplementedError
-
-
-@dataclass
-class World:
-    config: HoldingConfig = field(default_factory=HoldingConfig)
-    now: float = 0.0
-    num: int = 0
-    ttl_s: float | None = None
-    """The server's."""
-
-    def __post_init__(self) -> None:
-        self.manager = Manager()
-        self.pool = self.manager.block_pool
-        self.holds = Holds(
-            self.config, lambda tokens: S * tokens, HintReader(self.ttl_s), lambda: self.now
-        )
-        self.holds.bind(self.manager)
-
-    def come(self, name: str, num_blocks: int) -> Any:
-        self.num += 1
-        request = SimpleNamespace(
-            request_id=f"{name} {self.num}", block_hashes=[(name, i) for i in range(num_blocks)],
-            resumable=False, skip_reading_prefix_cache=False, _block_hasher=None,
-            num_tokens=num_blocks * BLOCK, kv_transfer_params=None,
-            status=SimpleNamespace(name="FINISHED_STOPPED"),
-        )  # fmt: skip
-        self.holds.came(request)
-        return request
-
-    def start(self, request: Any) -> list[Block] | None:
-        found: list[Block] | None = self.manager.allocate_slots(request, len(request.block_hashes))
-        return found
-
-    def end(self, request: Any, blocks: list[Block]) -> None:
-        self.holds.ended(request, [block.number for block in blocks])
-        self.pool.free_blocks(blocks)
-        self.holds.end_step(is_empty=False)
-
-    def turn(self, name: str, num_blocks: int, params: Any = None) -> None:
-        request = self.come(name, num_blocks)
-        request.kv_transfer_params = params
-        blocks = self.start(request)
-        assert blocks is not None
-        self.end(request, blocks)
-
-    def learn(self, gap_s: float = 1.0) -> None:
-        """So many sessions come back after so long that it is known."""
-        for number in range(policy.RETURNS_MIN):
-            self.turn(f"early {number}", TURN)
-            self.now += gap_s
-            self.turn(f"early {number}", 2 * TURN)
-        self.now += 60
-        self.holds.end_step(is_empty=False)
-        assert not self.held and len(self.pool.free) == ROOM
-        self.holds.counts = dict.fromkeys(HoldEvent, 0)
-
-    @property
-    def held(self) -> int:
-        return self.holds.held_tokens // BLOCK
+from tests.holds_world import BLOCK, ROOM, TURN, S, World
 
 
 @pytest.fixture
@@ -346,3 +220,99 @@ def test_a_pool_that_is_not_known_holds_nothing(caplog: pytest.LogCaptureFixture
     world = World()
     holds.came(world.come("a", 1))
     assert holds.followed[1] == 0
+
+
+# ---- blocks that several sessions share --------------------------------------------------
+
+
+def test_what_children_share_is_counted_once(world: World) -> None:
+    """In what is held, by the metric, and in what others may hold beside it."""
+    children = world.children("p", 8, prompt=10)
+    started = [world.start(child) for child in children]
+    for child, blocks in zip(children, started, strict=True):
+        assert blocks is not None
+        world.end(child, blocks)
+    assert world.held == world.in_use == 10 + 8
+    assert all(block.ref_cnt <= 1 for block in world.pool.blocks)
+    world.turn("another client", TURN)
+    assert world.held == world.in_use == 10 + 8 + TURN
+
+
+def test_what_agents_share_is_held_until_the_last_of_them_is_let_go(world: World) -> None:
+    """Behind one system prompt, where one has a turn that begins another's."""
+    system = [("system", number) for number in range(6)]
+    texts: dict[str, list[object]] = {
+        "a": [*system, "a1", "a2", "a3", "a4"],
+        "b": [*system, "b1", "b2"],
+        "of a": [*system, "a1", "a2"],
+        "short": [*system[:4]],
+    }
+    for name, names in texts.items():
+        request = world.ask(name, names)
+        blocks = world.start(request)
+        assert blocks is not None
+        world.end(request, blocks)
+    assert world.held == world.in_use == 6 + 4 + 2
+    sessions = world.holds.held.sessions
+    for session, left in zip(sessions, (6 + 2 + 2, 6 + 2, 4, 0), strict=True):
+        world.holds.release(session, HoldEvent.OVER)
+        assert world.held == world.in_use == left
+    assert {block.block_hash for block in world.pool.free} >= {*system, "a4", "b2"}
+
+
+def test_one_of_the_requests_of_a_prompt_is_learned_from(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where those of several prompts take turns."""
+    learned: list[bool] = []
+    ended = world.policy.ended
+
+    def told(*args: Any, is_copy: bool, **options: Any) -> bool:
+        learned.append(not is_copy)
+        return ended(*args, is_copy=is_copy, **options)
+
+    monkeypatch.setattr(world.policy, "ended", told)
+    children = [world.child(name, number, prompt=5) for number in range(4) for name in "abc"]
+    for child, blocks in [(child, world.take(child)) for child in children]:
+        world.end(child, blocks)
+    world.turn("d", TURN)
+    assert learned == [True] * 3 + [False] * 9 + [True]
+
+
+def test_nothing_is_held_behind_a_block_that_no_other_request_finds(world: World) -> None:
+    request = world.come("a", TURN)
+    blocks = world.start(request)
+    assert blocks is not None
+    blocks[2].block_hash = None
+    world.end(request, blocks)
+    assert world.held == world.in_use == 2
+
+
+def test_blocks_that_running_requests_share_do_not_close_the_door(world: World) -> None:
+    for name in "abcdefgh":
+        world.turn(name, 10)
+    abort(world, world.come("large", ROOM))
+    assert all(world.start(child) for child in world.children("p", 8, prompt=10))
+    assert world.in_use == 10 + 8
+    assert not world.holds.waits(world.come("a", 11))
+
+
+def test_children_of_a_long_prompt_do_not_close_the_door_to_short_sessions(world: World) -> None:
+    """A request counts once for how long requests are, with all its children."""
+    world.turn("a", TURN)
+    children = world.children("p", 30, prompt=60)
+    for child, blocks in [(child, world.start(child)) for child in children]:
+        world.end(child, blocks or [])
+    abort(world, world.come("large", ROOM))
+    for name in "bcde":
+        assert world.start(world.come(name, TURN))
+    assert world.in_use == 4 * TURN
+    assert not world.holds.waits(world.come("a", TURN + 1))
+
+
+def abort(world: World, request: Any) -> None:
+    """A request that takes what others hold."""
+    blocks = world.start(request)
+    assert blocks is not None and not world.held
+    request.status.name = "FINISHED_ABORTED"
+    world.end(request, blocks)
