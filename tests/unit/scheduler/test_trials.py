@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_after_an_alarm_a_trial_has_its_limit_too(
     tokens, wrong = tokens_of(1, LENGTH), tokens_of(5, LENGTH)
     nvme_alone(world, tokens)
     world.put(wrong, wrong=3)
-    asked = {"kv_transfer_params": {"attnstore": {"audit": True}}}
+    asked: dict[str, Any] = {"kv_transfer_params": {"attnstore": {"audit": True}}}
     assert world.serves(wrong, "drawn", **asked) == 0
     assert world.outcomes() == {"agreed": 3, "differed": 1}
     found = [world.serves(tokens, f"r{number}", CHUNK) for number in range(PUT_OFF_MAX + 1)]

@@ -109,10 +109,11 @@ def test_a_request_that_asks_again_is_looked_at_anew_where_something_has_changed
 ) -> None:
     chunk, other = tiers.save_to_nvme(name(1)), tiers.save(name(2))
     visit, another = Visit(0, unknown_run(1.0), unknown_run(1.0)), unknown_run(2.0)
+    looked = lookup.Lookup(sequence_of(tokens_of(1, 16)))
     tiers.look_ahead.append("waits")
 
     def is_wanted_so() -> bool:
-        return lookup.is_wanted_so(tiers, "waits", [Piece(chunk, 0, 16)], visit)
+        return lookup.is_wanted_so(tiers, looked, 16, "waits", [Piece(chunk, 0, 16)], visit)
 
     def ask() -> None:
         tiers.use([chunk], visit.own)
@@ -121,8 +122,8 @@ def test_a_request_that_asks_again_is_looked_at_anew_where_something_has_changed
     assert not is_wanted_so()
     ask()
     assert is_wanted_so()
-    assert not lookup.is_wanted_so(tiers, None, [Piece(chunk, 0, 16)], visit)
-    assert not lookup.is_wanted_so(tiers, "waits", [Piece(other, 0, 16)], visit)
+    assert not lookup.is_wanted_so(tiers, looked, 16, None, [Piece(chunk, 0, 16)], visit)
+    assert not lookup.is_wanted_so(tiers, looked, 16, "waits", [Piece(other, 0, 16)], visit)
     tiers.use([chunk], another)  # it stands in the orders as another one's
     assert not is_wanted_so()
     ask()
