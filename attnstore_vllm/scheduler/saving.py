@@ -454,6 +454,8 @@ class Saving:
         if low_value and req.computing.no_room_at is not None:
             return None  # it is behind a chunk that is missing
         run = self._runs(req, number, 1)[0]
+        if name.position < req.lookup.parts_at < name.end:
+            run = run.copy(is_shared=True)  # others branch from there: it does not go as its own
         is_of_prompt = name.position < req.request.num_prompt_tokens
         chunk = self._store.begin_save(
             name,
