@@ -195,6 +195,8 @@ class Visit:
     earlier: tuple[tuple[int, Run], ...] = ()
     """Runs of the leading shared chunks that are kept longer, since others use them too, and up to
     which chunk each is. The first ones first."""
+    is_branch: bool = False
+    """It parts from another conversation within a chunk: others may part there as well."""
     joint: dict[Run, Run] = field(default_factory=dict)
     """Runs of what others have left or used since it came, and of which runs that is from now on:
     themselves, once that is so."""
@@ -263,6 +265,8 @@ class Alike(NamedTuple):
     """The last of its leading chunks that are stored goes on otherwise."""
     num_chunks: int
     """So many of its leading chunks are stored, the last one perhaps in part."""
+    parted: Run | None = None
+    """The run of the chunk within which it goes on otherwise, if it does."""
 
 
 def visit_of(
@@ -328,7 +332,9 @@ def visit_of(
     own = run(num_shared, len(marks), own_lease, is_shared=False)
     own.before, own.follows = shared, 0 if is_other else own_number
     before_tokens = before.num_tokens if before is not None else 0
-    return Visit(num_shared, shared, own, before_tokens, tuple(earlier))
+    parted = alike.parted if alike is not None else None
+    is_branch = parted is not None and parted.number != own_number
+    return Visit(num_shared, shared, own, before_tokens, tuple(earlier), is_branch)
 
 
 def _shared_leases(

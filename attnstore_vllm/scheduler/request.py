@@ -25,6 +25,7 @@ from attnstore_vllm.index.keys import (
 )
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Run, Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
@@ -219,6 +220,8 @@ class RequestState:
     """Its use of the store; set when it has come."""
     unseen: Run | None = None
     """Its run, of what it saves while it has no visit."""
+    low_value: tuple[Run, Run] | None = None
+    """A run, and that of its chunks that are worth little."""
     ends_sooner: bool = False
     """A later input has shortened its ttl since it has these."""
     adapter: bytes | None = None
@@ -361,6 +364,19 @@ class RequestState:
         if self.unseen is None:
             self.unseen = store.unseen_run(self.hints.terms)
         return self.unseen
+
+    @property
+    def is_branch(self) -> bool:
+        """See Visit."""
+        return self.visit is not None and self.visit.is_branch
+
+    def low_value_run(self, run: Run) -> Run:
+        """That of its chunks of this run that are worth little: one for all, which end at once."""
+        before, low = self.low_value or (None, run)
+        if before is not run:
+            low = run.copy(priority=min(run.priority, Priority.LOW_VALUE))
+            self.low_value = run, low
+        return low
 
     def be_of(self, adapter: bytes | None) -> None:
         """From now on its KV is computed with this adapter; None: with one that is not known."""

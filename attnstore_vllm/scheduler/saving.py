@@ -25,7 +25,6 @@ from itertools import chain
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import GRAIN_TOKENS, kept_end, whole_blocks
 from attnstore_vllm.index.sections import Need, Reach
-from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.step_budget import StepBudget
 from attnstore_vllm.policy.visits import Run
 from attnstore_vllm.scheduler.costs import Costs
@@ -454,12 +453,14 @@ class Saving:
         if low_value and req.computing.no_room_at is not None:
             return None  # it is behind a chunk that is missing
         run = self._runs(req, number, 1)[0]
-        if name.position < req.lookup.parts_at < name.end:
-            run = run.copy(is_shared=True)  # others branch from there: it does not go as its own
+        if low_value:
+            run = req.low_value_run(run)
+        elif req.is_branch and name.position < req.lookup.parts_at < name.end:
+            run = run.copy(is_shared=True)  # it does not go as the conversation's own
         is_of_prompt = name.position < req.request.num_prompt_tokens
         chunk = self._store.begin_save(
             name,
-            run.copy(priority=min(run.priority, Priority.LOW_VALUE)) if low_value else run,
+            run,
             req.hints.terms.pin_s if is_of_prompt and not low_value else None,
             again=name.position >= req.computing.first and not low_value,
             low_value=low_value,

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from attnstore_vllm.index.chunk import Chunk, State
+from attnstore_vllm.index.chunk import Chunk, ChunkName, State
 from attnstore_vllm.index.keys import SequenceKeys, chunk_key
-from attnstore_vllm.index.prefix import Matched, Piece, ready_run, settle, whole_blocks
+from attnstore_vllm.index.prefix import Matched, Piece, in_place, ready_run, settle, whole_blocks
 from attnstore_vllm.index.sections import Need, backed, fit, proven, walk, walks
 from attnstore_vllm.policy.visits import Alike, Run, Visit
 from attnstore_vllm.tiers.context import Context
@@ -402,8 +402,15 @@ def uses_all(piece: Piece, lookup: Lookup, stop: int, grain: int) -> bool:
     if name.end <= len(keys.token_ids):
         tokens = keys.tokens(name.position, name.end)
         return chunk_key(name.parent, name.extra, tokens) == name.key
-    asked = name.position + whole_blocks(stop - name.position, grain)
-    return max(piece.stop, lookup.spine_stop) >= asked  # the request ends within it
+    asked = name.position + whole_blocks(stop - name.position, grain)  # it ends within the chunk
+    if piece.group:  # the spine's may be another chunk
+        return piece.stop >= asked or _begins_with(name, keys.tokens(name.position, asked))
+    return max(piece.stop, lookup.spine_stop) >= asked
+
+
+def _begins_with(name: ChunkName, tokens: bytes) -> bool:
+    """Whether these are a chunk's first ones. Of one that NVMe alone has they are not known."""
+    return bool(name.tokens) and bytes(name.tokens[: len(tokens)]) == bytes(tokens)
 
 
 def wholly_used(pieces: Sequence[Piece], lookup: Lookup, stop: int, grain: int) -> list[Piece]:
@@ -416,10 +423,20 @@ def wholly_used(pieces: Sequence[Piece], lookup: Lookup, stop: int, grain: int) 
     ]
 
 
-def alike_of(lookup: Lookup, pieces: Sequence[Piece], grain: int) -> Alike:
+def alike_of(
+    lookup: Lookup, pieces: Sequence[Piece], used: Sequence[Piece], residency: Residency
+) -> Alike:
     """How far a prompt seems to go on from what was found of it. A hit is a block shorter, and so
-    may be a prompt that a chat template has begun an answer for."""
-    last = next((p for p in reversed(pieces) if p.group == 0 and p.first is None), None)
+    may be a prompt that a chat template has begun an answer for.
+
+    Args:
+        used: wholly_used() of these.
+    """
+    spine, grain = in_place(pieces), residency.index.grain
+    last = spine[-1] if spine else None
     stop, end = (last.stop, last.chunk.name.end) if last is not None else (0, 0)
     num_chunks = -(-stop // lookup.keys.chunk_tokens)
-    return Alike(max(lookup.spine_stop, stop) + grain, stop + grain < end, num_chunks)
+    is_used = last is None or any(last is piece for piece in used)
+    parted = None if last is None or is_used else residency.run_of(last.chunk)
+    num_tokens = max(lookup.spine_stop, stop) + grain
+    return Alike(num_tokens, stop + grain < end, num_chunks, parted)

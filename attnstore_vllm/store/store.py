@@ -199,7 +199,7 @@ class Store:
                 terms,
                 self._ttl_s,
                 num_known=-(-pieces[-1].stop // size) if pieces else 0,
-                alike=alike_of(lookup, pieces, grain),
+                alike=alike_of(lookup, pieces, used, self.residency),
             )
             self._context.has_leases |= terms.ttl_s is not None
             met = len(last_runs)

@@ -168,9 +168,9 @@ class Residency:
 
     def last_runs(self, pieces: Sequence[Piece], size: int, stop: int) -> list[Run]:
         """The run that used each of the leading chunks last, of `size` tokens, that end by `stop`.
-        Those before a window count as its first. What is moved is of no chunk of the request."""
+        Those before a window count as its first. No tail: the request saves another chunk there."""
         spine = in_place(pieces)
-        if spine and spine[-1].chunk.name.end > stop:
+        if spine and (spine[-1].chunk.name.end % size or spine[-1].chunk.name.end > stop):
             spine.pop()
         runs = [self.run_of(piece.chunk) for piece in spine]
         return spine[0].start // size * runs[:1] + runs if runs else []
