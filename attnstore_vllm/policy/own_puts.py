@@ -31,6 +31,8 @@ class _Begun:
     slot: int
     victim: _Put | None
     """That is to be deleted before; None: nothing, or it is deleted."""
+    is_new: bool = True
+    """False: it counted before, and does so if this put fails: the tier may still have it."""
 
 
 class _PutsOf:
@@ -89,17 +91,20 @@ class OwnPuts:
             found.order.use([slot for slot in slots if slot is not None], run)
 
     def begin(self, tenant: bytes, put: tuple[Key, bytes], run: Run, now: float) -> bytes | None:
-        """A record is about to be put: its chunk's key, and its name. end() follows.
+        """A record is about to be put: its chunk's key, and its name. end() follows, but for None.
 
         Returns the name of what is to be deleted before, which deleted() is told of; empty: nothing
         is. None: it is not to be put. What would have to go is worth more, is of the same run, or
-        is being put itself.
+        is being put itself. Or a record of this name is being put.
         """
         found, new = self._tenants.get(tenant), _Put(*put)
         if found is None:
             return b""
+        if new.name in found.begun:  # its chunk was dropped since, and computed again
+            return None
         slot = found.slot_of.get(new.key)
         if slot is not None and found.puts[slot] == new:  # it was evicted there, or is damaged
+            found.begun[new.name] = _Begun(slot, None, is_new=False)
             found.order.use([slot], run)
             return b""
         if len(found.puts) < found.most:
@@ -120,11 +125,15 @@ class OwnPuts:
 
     def deleted(self, tenant: bytes, name: bytes) -> None:
         """The one that was to be deleted for this record is not there any more."""
-        self._tenants[tenant].begun[name].victim = None
+        found = self._tenants.get(tenant)
+        begun = found.begun.get(name) if found is not None else None
+        if begun is not None:
+            begun.victim = None
 
     def end(self, tenant: bytes, name: bytes, *, is_there: bool) -> None:
-        """The put is over. What was not deleted counts again, and nothing was put for it. It stands
-        as if the new one's run had used it: the next put tries to delete another."""
+        """The put is over: only who had a name or b"" from begin() says so. What was not deleted
+        counts again, and nothing was put for it. It stands as if the new one's run had used it: the
+        next put tries to delete another."""
         found = self._tenants.get(tenant)
         begun = found.begun.pop(name, None) if found is not None else None
         if found is None or begun is None:
@@ -135,7 +144,7 @@ class OwnPuts:
             assert run is not None
             found.leave(begun.slot)
             found.enter(begun.slot, begun.victim, run)
-        elif not is_there:
+        elif begun.is_new and not is_there:
             found.forget(begun.slot)
 
     def gone(self, tenant: bytes, name: bytes, key: Key) -> None:

@@ -64,6 +64,7 @@ class LimitedResidency(Residency):
         self.quotas = Quotas(dram_quotas, dram_slots, policy)
         for order in self.quotas.orders():
             order.depth_of = self.dram.depth_of
+        self.dram.on_pin_end = self.quotas.use
         self._orders += self.quotas.orders()
 
     def _move(self, chunks: Sequence[Chunk], run: Run) -> None:

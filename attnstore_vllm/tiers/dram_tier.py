@@ -73,6 +73,8 @@ class DramTier(Tier):
         self.reads = ReadsInTime()
         self.pace = QueuePace()
         self._look_ahead = look_ahead
+        self.on_pin_end: Callable[[Sequence[int], Run], None] = lambda slots, run: None
+        """Told of slots whose pins have ended, which this run uses so."""
         self.behind: Sequence[TierBehind] = ()
         """All tiers behind. Set once they are made."""
         self._kept = _Kept(min(KEPT_SLOTS, num_slots // KEPT_PART))
@@ -153,6 +155,7 @@ class DramTier(Tier):
             chunk = self.owned[slot]
             chunk.run = renewed(chunk.run)
             self.place(chunk)
+            self.on_pin_end([slot], chunk.run)
 
     # ---- who leaves ----------------------------------------------------------------------
 

@@ -408,6 +408,7 @@ class SharedIo(RemoteIo):
         over = [store for store in sent if store.name in damaged]
         new = [store for store in sent if store.name not in damaged]
         outcomes: dict[bytes, bytes | StoreFailure] = {}
+        begun: list[_StoreJob] = []
         try:
             if not all(store.name for store in batch):
                 raise DeviceError("the shared tier is left: its generation is one of before")
@@ -419,7 +420,7 @@ class SharedIo(RemoteIo):
                 if is_there
             }
             new = [store for store in new if store.name not in outcomes]
-            outcomes |= self._left_out(lane, [*new, *over])
+            outcomes |= self._left_out(lane, [*new, *over], begun)
             new, over = (
                 [store for store in stores if store.name not in outcomes] for stores in (new, over)
             )
@@ -431,11 +432,12 @@ class SharedIo(RemoteIo):
         except DeviceError as error:
             failure = error
         with self.context.progress:
+            for store in begun:  # by name: those of the other lane are not its
+                is_put = isinstance(outcomes.get(store.name), bytes)
+                self.tier.puts.end(store.chunk.name.tenant, store.name, is_there=is_put)
             for store in batch:
                 self._num_storing -= 1
                 outcome = outcomes.get(store.name, StoreFailure.NOT_SHARED)
-                is_put = not isinstance(outcome, StoreFailure)
-                self.tier.puts.end(store.chunk.name.tenant, store.name, is_there=is_put)
                 if outcome in (StoreFailure.IS_THERE, StoreFailure.OVER_QUOTA):
                     for budget in self._budgets:
                         budget.give_back(self.record_bytes)
@@ -449,10 +451,16 @@ class SharedIo(RemoteIo):
         if failure is not None:
             self._note_end(failure, "write")
 
-    def _left_out(self, lane: int, stores: Sequence[_StoreJob]) -> dict[bytes, StoreFailure]:
+    def _left_out(
+        self, lane: int, stores: Sequence[_StoreJob], begun: list[_StoreJob]
+    ) -> dict[bytes, StoreFailure]:
         """Those of these that quotas have no room for. What goes for the others is deleted before
         they are put, if the store lets us; else what is still there keeps its room. Raises
-        DeviceError."""
+        DeviceError.
+
+        Args:
+            begun: gets those that have begun to count, also if this raises.
+        """
         going: dict[bytes, _StoreJob] = {}
         with self.context.progress:
             now, left_out = self.context.clock(), dict[bytes, StoreFailure]()
@@ -461,7 +469,9 @@ class SharedIo(RemoteIo):
                 goes = self.tier.puts.begin(store.chunk.name.tenant, put, run, now)
                 if goes is None:
                     left_out[store.name] = StoreFailure.OVER_QUOTA
-                elif goes:
+                    continue
+                begun.append(store)
+                if goes:
                     going[goes] = store
         if not going:
             return left_out

@@ -116,6 +116,31 @@ def test_what_was_evicted_there_is_put_again_and_counts_once() -> None:
     puts.gone(GOLD, name(1), key(1))
 
 
+def test_what_is_put_again_does_not_go_meanwhile_and_counts_though_that_fails() -> None:
+    puts = Puts({GOLD: 1})
+    puts.put(1)
+    assert puts.start(1) == b"", "it is damaged, or was evicted"
+    assert puts.start(2) is None, "1 is on its way"
+    puts.gone(GOLD, name(1), key(1))
+    puts.end(GOLD, name(1), is_there=False)
+    assert puts.held()[GOLD] == (1, 1), "a damaged one is still there"
+    assert puts.put(2) == name(1)
+
+
+def test_a_name_that_is_being_put_is_not_put_by_another() -> None:
+    puts = Puts({GOLD: 2})
+    assert puts.start(1) == b""
+    assert puts.start(1) is None, "it was dropped, and computed again"
+    puts.end(GOLD, name(1), is_there=True)
+    puts.put(2)
+    assert puts.start(3) == name(1)
+    assert puts.start(3) is None
+    puts.deleted(GOLD, name(3))
+    puts.end(GOLD, name(3), is_there=True)
+    puts.deleted(GOLD, name(3))  # it is over, and stays
+    assert puts.held()[GOLD] == (2, 2)
+
+
 def test_after_a_reset_the_old_ones_still_count_and_go_first() -> None:
     puts = Puts({GOLD: 2})
     puts.put(1)

@@ -110,6 +110,20 @@ def test_what_is_beyond_goes_before_what_is_older() -> None:
     assert not tiers.quotas.over
 
 
+def test_the_end_of_a_pin_is_a_use() -> None:
+    tiers = limited(8, 2)
+    first = save(tiers, 1)
+    tiers.pinning.pin(first, 100.0, tiers.now)
+    tiers.now = 50.0
+    second = save(tiers, 2)
+    write_all(tiers)
+    tiers.now = 100.5
+    tiers.pinning.end(tiers.now)
+    save(tiers, 3)
+    assert (first.dram.state, second.dram.state) == (State.READY, State.ABSENT)
+    tiers.check_integrity()
+
+
 def test_a_prompt_does_not_push_out_its_own_beginning() -> None:
     tiers = limited(8, 2)
     sequence = sequence_of(tokens_of(1, 3 * CHUNK_TOKENS), "gold")
