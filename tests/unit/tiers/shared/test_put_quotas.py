@@ -7,7 +7,8 @@ it saves gets the same name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from attnstore_vllm.index.keys import tenant_hash
 from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.tiers.shared.lanes import LaneOp
 from attnstore_vllm.tiers.shared.secret import SharedKeys
-from attnstore_vllm.tiers.shared.shared_io import STORE_LANES, SharedIo, _StoreJob
+from attnstore_vllm.tiers.shared.shared_io import SharedIo
 from attnstore_vllm.tiers.shared.start import MakeShared
 from attnstore_vllm.types import StoreFailure
 from tests.helpers import CHUNK_TOKENS, NAMESPACE, conversation, memory_rig, payload_of
@@ -28,33 +29,25 @@ GOLD = tenant_hash("gold")
 Ended = list[tuple[int, bool]]
 
 
-def joined(io: SharedIo, values: Values) -> Any:
-    """With a near store, once there is a generation."""
-    near: Any = Near(io.helper.lanes, values)
-    io.helper = near
-    io.weights_seen(True)
-    for _ in range(4):
-        io._look()
-    assert io._usable
-    return near
+def wait(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
-def job(io: SharedIo, number: int, ended: Ended) -> _StoreJob:
-    """A chunk of this number that is to be put; each call computes it anew."""
+def begin(io: SharedIo, number: int, ended: Ended, *, is_dropped: bool = False) -> None:
+    """Put a chunk of this number. Each call computes it anew."""
     (name,) = whole_chunks(conversation(number, CHUNK_TOKENS + 1), "gold")
-    chunk, names = Chunk(name, run=unknown_run(float(number))), io._names()
-    assert names is not None
-    record = names.of(name.key, name.tenant)
+    chunk = Chunk(name, run=unknown_run(float(number)))
 
     def done(outcome: bytes | StoreFailure) -> None:
         ended.append((number, isinstance(outcome, bytes)))
 
-    return _StoreJob(chunk, names, record, memoryview(bytearray(payload_of(name))), done)
-
-
-def store(io: SharedIo, lane: int, *jobs: _StoreJob) -> None:
-    io._num_storing += len(jobs)
-    io._store(lane, jobs, set())
+    with io.context.progress:
+        io.begin_store(chunk, memoryview(bytearray(payload_of(name))), done)
+        chunk.dropped = is_dropped
+    io.submit()
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
@@ -74,23 +67,32 @@ def test_two_lanes_put_one_name(is_dropped: bool) -> None:
     rig = memory_rig(dram_slots=8, more_tiers=(shared,), threaded=False)
     (io,) = (tier for tier in rig.store.thread.tiers if isinstance(tier, SharedIo))
     ended, values = Ended(), Values()
-    near = joined(io, values)
-    numbers, (one, other) = near.numbers, STORE_LANES
-    store(io, one, job(io, 1, ended))
+    near: Any = Near(io.helper.lanes, values)
+    io.helper, numbers, deletes = near, near.numbers, list[int]()
+    io.weights_seen(True)
+    while io.must_wait():
+        io.tick()
+        time.sleep(0.002)
+    begin(io, 1, ended)
+    wait(lambda: len(ended) == 1)
     full, num_values = io.tier.puts.held(), len(values.values)
-    first, again = job(io, 2, ended), job(io, 2, ended)
-    first.chunk.dropped = is_dropped
 
     def slow(lane: int, op: LaneOp, names: Sequence[bytes], deadline_s: float) -> list[int]:
-        if lane == one and op is LaneOp.DELETE:
-            store(io, other, first)
+        if op is LaneOp.DELETE:
+            deletes.append(lane)
+            if len(deletes) == 1:  # the other lane comes to an end meanwhile
+                begin(io, 2, ended, is_dropped=is_dropped)
+                wait(lambda: len(ended) == 2)
         found: list[int] = numbers(lane, op, names, deadline_s)
         return found
 
     near.numbers = slow
-    store(io, one, again)
-    assert ended == [(1, True), (2, False), (2, True)]
+    begin(io, 2, ended)
+    wait(lambda: len(ended) == 3)
+    begin(io, 3, ended)
+    wait(lambda: len(ended) == 4)
+    assert ended == [(1, True), (2, False), (2, True), (3, True)]
     assert io.num_storing == 0
     assert io.tier.puts.held() == full == {GOLD: (1, 1)}
-    assert len(values.values) == num_values
+    assert len(values.values) == num_values, "of two puts each let the one before go"
     assert io.close(0.0)
