@@ -141,7 +141,7 @@ def arguments(plan: Plan, arm: Arm, directory: Path) -> list[str]:
     """What stands after `vllm serve MODEL`, alike for all but the connector."""
     found = [
         "--served-model-name", "bench",
-        "--max-model-len", str(plan.shape.max_position),
+        "--max-model-len", str(min(plan.shape.max_position, plan.hbm_tokens)),
         "--block-size", str(plan.block_tokens),
         "--num-gpu-blocks-override", str(plan.hbm_tokens // plan.block_tokens + 1),
         "--max-num-seqs", str(plan.max_num_seqs),

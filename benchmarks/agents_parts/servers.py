@@ -174,7 +174,8 @@ def run(
 def why(error: str, log: Path) -> str:
     """The first reason in a server's log, rather than that it ended."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    reasons = [line for line in text.splitlines() if re.search(r"\b\w*(Error|Exception): ", line)]
+    lines = [line for line in text.splitlines() if " WARNING " not in line]
+    reasons = [line for line in lines if re.search(r"\b\w*(Error|Exception): ", line)]
     return reasons[0].rpartition("] ")[2].strip() if reasons else error.partition("\n")[0]
 
 

@@ -55,6 +55,14 @@ def test_jobs_share_what_the_load_says_and_no_more() -> None:
     assert first[shared : shared + 16] != second[shared : shared + 16]
 
 
+@pytest.mark.parametrize("plan", [arms.FULL, arms.QUICK], ids=["full", "quick"])
+def test_the_longest_request_that_vllm_takes_fits_in_hbm(plan: arms.Plan) -> None:
+    """vLLM does not start else."""
+    flags = arms.arguments(plan, plan.arms[0], Path("/nowhere"))
+    longest = int(flags[flags.index("--max-model-len") + 1])
+    assert plan.load.prompts[-1] + plan.load.answer_tokens <= longest <= plan.hbm_tokens
+
+
 def test_jobs_come_in_order_and_at_the_rate() -> None:
     at_s = arms.begins(FULL.load, 2.0, 1)
     assert at_s == sorted(at_s)
