@@ -142,7 +142,7 @@ def _demo(args: argparse.Namespace, conversations: list[Conversation]) -> int:
         alone = _awaited(_side(args, NAMES[0], url, chosen, settings, metrics))
         print("2/4  the same server, asked otherwise: how far does rounding move its answers?")
         pairs = _awaited(ask_again(url, chosen, settings, alone.records))
-    # Each pair on its own: all have the history of the replay, whatever the others answered.
+    # Each pair on its own: all have the history of the replay, and not others' answers.
     changes = [change for x, y in pairs for change in gap_changes([x], [y])]
 
     yaml = _write_settings(args)
@@ -233,7 +233,7 @@ async def ask_again(
 ) -> list[tuple[TurnRecord, TurnRecord]]:
     """Ask vLLM alone questions of the replay again, split elsewhere and in other company.
 
-    Each has a cache salt of its own, so vLLM's cache has nothing of it, whatever HBM keeps.
+    Each has a cache salt of its own, so vLLM's cache has nothing of it.
     At first they come one by one: the prompt is computed whole, the answer with no other. Then a
     few come together: each prompt is split at its last whole block. The replay had two together,
     and prompts that begin with the KV of earlier answers.

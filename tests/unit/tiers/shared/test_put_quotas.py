@@ -50,8 +50,8 @@ def begin(io: SharedIo, number: int, ended: Ended, *, is_dropped: bool = False) 
     io.submit()
 
 
-@pytest.mark.parametrize("is_dropped", [True, False])
-def test_two_lanes_put_one_name(is_dropped: bool) -> None:
+def started(values: Values, quotas: dict[bytes, int]) -> SharedIo:
+    """A shared tier that takes writes, whose store is here."""
     shared = MakeShared(
         SETTINGS,
         namespace=NAMESPACE,
@@ -61,18 +61,29 @@ def test_two_lanes_put_one_name(is_dropped: bool) -> None:
         directory=None,
         keys=SharedKeys.of(None),
         pause_s=0.0,
-        put_quotas={GOLD: 1},
-        tenants={GOLD: "best"},
+        put_quotas=quotas,
+        tenants=dict.fromkeys(quotas, "best"),
     )
     rig = memory_rig(dram_slots=8, more_tiers=(shared,), threaded=False)
     (io,) = (tier for tier in rig.store.thread.tiers if isinstance(tier, SharedIo))
-    ended, values = Ended(), Values()
     near: Any = Near(io.helper.lanes, values)
-    io.helper, numbers, deletes = near, near.numbers, list[int]()
+    io.helper = near
     io.weights_seen(True)
-    while io.must_wait():
+
+    def takes_writes() -> bool:
         io.tick()
-        time.sleep(0.002)
+        return not io.must_wait()
+
+    wait(takes_writes)
+    return io
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_two_lanes_put_one_name(is_dropped: bool) -> None:
+    values = Values()
+    io = started(values, {GOLD: 1})
+    near: Any = io.helper
+    ended, numbers, deletes = Ended(), near.numbers, list[int]()
     begin(io, 1, ended)
     wait(lambda: len(ended) == 1)
     full, num_values = io.tier.puts.held(), len(values.values)
@@ -100,27 +111,8 @@ def test_two_lanes_put_one_name(is_dropped: bool) -> None:
 
 def test_what_gets_a_ttl_while_it_waits_for_a_lane_is_not_put() -> None:
     """As of the same prompt's next turn: the tier would keep it without an end."""
-    shared = MakeShared(
-        SETTINGS,
-        namespace=NAMESPACE,
-        where="here",
-        chunk_tokens=CHUNK_TOKENS,
-        deadline_s=1.0,
-        directory=None,
-        keys=SharedKeys.of(None),
-        pause_s=0.0,
-        put_quotas={},
-        tenants={},
-    )
-    rig = memory_rig(dram_slots=8, more_tiers=(shared,), threaded=False)
-    (io,) = (tier for tier in rig.store.thread.tiers if isinstance(tier, SharedIo))
     ended, values = list[bytes | StoreFailure](), Values()
-    near: Any = Near(io.helper.lanes, values)
-    io.helper = near
-    io.weights_seen(True)
-    while io.must_wait():
-        io.tick()
-        time.sleep(0.002)
+    io = started(values, {})
     before = len(values.values)
     (name,) = whole_chunks(conversation(1, CHUNK_TOKENS + 1), "gold")
     chunk = Chunk(name, run=unknown_run(1.0))
