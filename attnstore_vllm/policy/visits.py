@@ -312,11 +312,7 @@ def visit_of(
         alike: how far the prompt seems to go on from what is stored; None: it does.
     """
     before = estimator.arrive(marks, now)
-    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
-    gone_on = alike.gone_on if alike is not None else None
-    own_numbers = {gone_on.number} if gone_on is not None else set[int]()
-    if not asks_for_less or alike is None or _goes_on(before, alike):
-        own_numbers.add(before.number if before is not None else 0)
+    own_numbers = _own_numbers(before, alike, terms)
     num_shared = _num_shared(last_runs, own_numbers)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
     turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
@@ -336,7 +332,7 @@ def visit_of(
             mark = marks[stop - 1]
             number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
         priority = max(Priority.NORMAL, terms.priority) if is_shared else terms.priority
-        lots = () if is_shared else (lot,)
+        lots: tuple[Lot, ...] = () if is_shared else (lot,)
         if is_shared and stop > start:
             lots = lots_of((last or NO_RUN for last in last_runs[start:stop]), lot)
         return Run(number, kind, now, is_shared, priority, lease, lots=lots)
@@ -350,7 +346,7 @@ def visit_of(
         start = stop
     *earlier, (_, shared) = parts
     own = run(num_shared, len(marks), own_lease, is_shared=False)
-    own.before, own.follows, own.prompt_tokens = shared, frozenset(own_numbers - {0}), num_tokens
+    own.before, own.follows, own.prompt_tokens = shared, own_numbers - {0}, num_tokens
     before_tokens = before.num_tokens if before is not None else 0
     parted = alike.parted if alike is not None else None
     is_branch = parted is not None and parted.number not in own_numbers
@@ -384,6 +380,15 @@ def _shared_leases(
         stop -= of_run
     first = found[::-1][:SHARED_RUNS_MAX]
     return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
+
+
+def _own_numbers(before: Before | None, alike: Alike | None, terms: Terms) -> frozenset[int]:
+    """Of the runs that a request of these terms goes on from; 0: of those without a number."""
+    numbers = {alike.gone_on.number} if alike is not None and alike.gone_on is not None else set()
+    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
+    if not asks_for_less or alike is None or _goes_on(before, alike):
+        numbers.add(before.number if before is not None else 0)
+    return frozenset(numbers)
 
 
 def _goes_on(before: Before | None, alike: Alike) -> bool:
@@ -470,8 +475,8 @@ def answer(run: Run, num_tokens: int, estimator: ReturnEstimator, now: float) ->
     gone on with. The caller tells the orders of departure. Nothing changes for what others share.
     """
     for one in (run, *(one for lot in run.lots for one in lot.runs)):
-        if one.number == run.number and one.is_shared == run.is_shared:
-            one.ended_at = now  # its copies are gone on from as it is
+        if one.number == run.number:  # its copies are gone on from as it is
+            one.ended_at = now
     if not run.is_shared:
         run.kind = answered(run.kind, num_tokens)
         estimator.change(run.number, run.kind)
