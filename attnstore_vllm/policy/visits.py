@@ -383,7 +383,7 @@ def _shared_leases(
 
 
 def _own_numbers(before: Before | None, alike: Alike | None, terms: Terms) -> frozenset[int]:
-    """Of the runs that a request of these terms goes on from; 0: of those without a number."""
+    """Numbers of the runs that a request of these terms goes on from; 0: of those without one."""
     numbers = {alike.gone_on.number} if alike is not None and alike.gone_on is not None else set()
     asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
     if not asks_for_less or alike is None or _goes_on(before, alike):
