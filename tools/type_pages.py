@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/getting-started-cpu.md")
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MODEL = ".cache/demo/model"
-DIRECTORY = Path("/var/tmp/attnstore")
-"""Of the pages' servers. What was not there before is removed: README's takes half of the disk."""
+DISK, DIRECTORY = "/mnt/nvme/attnstore", Path("/var/tmp/attnstore")
+"""README's, for a machine with such a disk, and that in its place here, as in the guide. What was
+not there before is removed: README's takes half of the disk."""
 READY = "Application startup complete"
 READY_S, ENDED_S = 900.0, 120.0
 ACTIVATE = ". .venv/bin/activate\n"
@@ -154,6 +155,7 @@ def serve(block: str, done: str = "") -> Serving:
     """Type all of a block but what is done and its server, and then start that one."""
     if done:
         block = re.sub(rf"^{re.escape(done)}.*\n", "", block, flags=re.MULTILINE)
+    block = block.replace(DISK, str(DIRECTORY))
     before, _, command = block.rpartition("\nVLLM_CPU" if "\nVLLM_CPU" in block else "\nvllm serve")
     started = command.replace("\\\n", " ").strip()
     if "\nVLLM_CPU" in block:

@@ -138,7 +138,7 @@ class Run:
     def as_lots(self) -> tuple[Lot, ...]:
         """Its lots, from now on. Of what is not known whose it is nothing ends."""
         if not self.lots and self.is_known:
-            lot = Lot()
+            lot = Lot(has_ended=self.priority is Priority.ENDED)
             lot.runs[self] = None
             self.lots = (lot,)
         return self.lots

@@ -455,7 +455,7 @@ class Saving:
         run = self._runs(req, number, 1)[0]
         if low_value:
             run = req.low_value_run(run)
-        elif req.is_branch and name.position < req.lookup.parts_at < name.end:
+        elif req.is_branch and name.position < req.lookup.parts_at < name.end and not self._walks:
             run = run.copy(is_shared=True)  # it does not go as the conversation's own
         is_of_prompt = name.position < req.request.num_prompt_tokens
         chunk = self._store.begin_save(

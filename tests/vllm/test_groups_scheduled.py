@@ -271,6 +271,26 @@ def test_the_second_that_parts_keeps_the_section_there(
     engine.close()
 
 
+def test_where_the_spine_is_a_window_a_chunk_of_own_text_stays_own(
+    model: Path, tmp_path: Path
+) -> None:
+    """It begins as another's, and the rest of it is this conversation's, whose hints are to reach
+    it."""
+    engine = make(next(c for c in CASES if c.name == "windows alone"), 0, model, tmp_path)
+    residency = engine.ours.store.residency
+    common = prompt("common", 3 * CHUNK + 20)
+    root = root_key(engine.ours.names.namespace, None, b"")
+    for number in range(2):
+        tokens = [*common, *prompt(f"own {number}", 4 * CHUNK + 9)]
+        tell_one(engine, f"{number}", tokens, resumable=False)
+    for group in range(2):
+        keys = SequenceKeys(root, tokens, CHUNK).section(group, 0)
+        chunk = residency.index.get(keys.key(len(common) // CHUNK))
+        assert chunk is None or not residency.run_of(chunk).is_shared, group
+    check_stored(engine)
+    engine.close()
+
+
 @pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=lambda case: case.name)
 def test_a_slot_that_is_wrong_is_noticed(case: Case, seed: int, engine: GroupedEngine) -> None:

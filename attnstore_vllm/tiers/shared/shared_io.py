@@ -403,8 +403,10 @@ class SharedIo(RemoteIo):
 
     def _store(self, lane: int, batch: Sequence[_StoreJob], damaged: set[bytes]) -> None:
         failure: DeviceError | None = None
-        # What was dropped since it waits is not sent: an audit may have found it wrong.
-        sent = [store for store in batch if not (store.chunk.dropped or self.has_left)]
+        # While it waited it may have been dropped, as by an audit, or got a ttl: it is not sent.
+        with self.context.progress:
+            sent = [one for one in batch if not one.chunk.dropped and one.chunk.run.lease is None]
+        sent = [] if self.has_left else sent
         over = [store for store in sent if store.name in damaged]
         new = [store for store in sent if store.name not in damaged]
         outcomes: dict[bytes, bytes | StoreFailure] = {}

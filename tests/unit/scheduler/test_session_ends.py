@@ -175,6 +175,17 @@ def test_what_very_many_have_moved_ends_with_none() -> None:
     assert run.priority is Priority.NORMAL
 
 
+def test_what_is_moved_of_a_conversation_that_has_ended_ends_with_who_moved_it() -> None:
+    """The session came back, has moved what it had left, and ends again."""
+    estimator = ReturnEstimator()
+    first = visit_of(estimator, [], [1], CHUNK, 0.0)
+    assert [*end([first.own])] == [first.own]
+    back = visit_of(estimator, [], [2], CHUNK, 1.0)
+    moved = moved_run(first.own, back, 1.0)
+    assert moved in [*end([back.own])]
+    assert moved.priority is Priority.ENDED
+
+
 def test_a_run_that_is_gone_is_not_kept_for_its_end() -> None:
     run = visit_of(ReturnEstimator(), [], [1], CHUNK, 0.0).own
     for n in range(1000):

@@ -96,3 +96,39 @@ def test_two_lanes_put_one_name(is_dropped: bool) -> None:
     assert io.tier.puts.held() == full == {GOLD: (1, 1)}
     assert len(values.values) == num_values, "of two puts each let the one before go"
     assert io.close(0.0)
+
+
+def test_what_gets_a_ttl_while_it_waits_for_a_lane_is_not_put() -> None:
+    """As of the same prompt's next turn: the tier would keep it without an end."""
+    shared = MakeShared(
+        SETTINGS,
+        namespace=NAMESPACE,
+        where="here",
+        chunk_tokens=CHUNK_TOKENS,
+        deadline_s=1.0,
+        directory=None,
+        keys=SharedKeys.of(None),
+        pause_s=0.0,
+        put_quotas={},
+        tenants={},
+    )
+    rig = memory_rig(dram_slots=8, more_tiers=(shared,), threaded=False)
+    (io,) = (tier for tier in rig.store.thread.tiers if isinstance(tier, SharedIo))
+    ended, values = list[bytes | StoreFailure](), Values()
+    near: Any = Near(io.helper.lanes, values)
+    io.helper = near
+    io.weights_seen(True)
+    while io.must_wait():
+        io.tick()
+        time.sleep(0.002)
+    before = len(values.values)
+    (name,) = whole_chunks(conversation(1, CHUNK_TOKENS + 1), "gold")
+    chunk = Chunk(name, run=unknown_run(1.0))
+    with io.context.progress:
+        io.begin_store(chunk, memoryview(bytearray(payload_of(name))), ended.append)
+        chunk.run = unknown_run(2.0, 20.0)
+    io.submit()
+    wait(lambda: len(ended) == 1)
+    assert isinstance(ended[0], StoreFailure)
+    assert len(values.values) == before
+    assert io.close(0.0)
