@@ -321,7 +321,7 @@ def visit_of(
 
     ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
     own_lease = lease_for(min(ttls), now) if ttls else None
-    lot = Lot()
+    lot = Lot(has_ended=terms.priority is Priority.ENDED)
 
     def run(start: int, stop: int, lease: Lease | None, *, is_shared: bool) -> Run:
         stop = min(stop, len(marks))

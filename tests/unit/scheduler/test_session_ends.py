@@ -149,6 +149,14 @@ def test_what_branches_of_a_conversation_share(other: str, monkeypatch: pytest.M
     world.close()
 
 
+def test_a_branch_says_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = StepWorld(monkeypatch)
+    serve(world, "one", PROMPT + tokens_of(2, 2 * CHUNK), session="s")
+    serve(world, "two", PROMPT + tokens_of(3, 2 * CHUNK), session="s", ended=True)
+    assert priorities(world) == {Priority.ENDED}
+    world.close()
+
+
 @pytest.mark.parametrize("terms", [NO_TERMS, Terms(Priority.LOW)], ids=["none", "low"])
 def test_what_two_have_computed_at_once_ends_with_both(terms: Terms) -> None:
     estimator = ReturnEstimator()
