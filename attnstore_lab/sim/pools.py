@@ -77,7 +77,7 @@ class ByReturnPool:
         last_runs = [order.run_of(chunk) for chunk in chunks[:num_found]]
         whole = chunks[: request.num_tokens // self._chunk_tokens]
         visit = visit_of(self._estimator, last_runs, whole, request.num_tokens, now)
-        answer(visit.own, request.answer_tokens, self._estimator)
+        answer(visit.own, request.answer_tokens, self._estimator, now)
         if self._estimator.is_due:
             self._estimator.refit(now)
         for part, run in (  # no request asks for a ttl here, so its shared chunks are of one run

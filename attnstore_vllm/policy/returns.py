@@ -155,6 +155,7 @@ class ReturnEstimator:
         self.is_due = False
         """Whether refit() is to be called soon."""
         self._opened = 0
+        self._unfollowed = 0
         self._decay_at = DECAY_RUNS
         self._weight_sum = 0.0
         # [kind, age], in weights: runs that returned at that age; that were followed up to it.
@@ -217,6 +218,11 @@ class ReturnEstimator:
         self._places[end] = place
         self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
+
+    def unfollowed(self) -> int:
+        """The number of a run that has no whole chunk yet, whose end could be followed."""
+        self._unfollowed -= 1
+        return self._unfollowed
 
     def change(self, number: int, kind: int) -> None:
         """An open run is of this kind; nothing changes for one that is not open. Cost: O(1)."""

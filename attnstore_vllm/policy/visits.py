@@ -8,7 +8,7 @@ It is long since it says for each way in which two requests can meet whose terms
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class Lot:
 
 
 LOTS_MAX = 4
-"""KV that more requests than these have moved ends with none of them."""
+"""KV that more requests than these share ends with none of them."""
 SHARED_RUNS_MAX = 4
 """A request's shared chunks are of so many runs at most, by how long they are kept."""
 JOINT_MAX = 32
@@ -116,8 +116,10 @@ class Run:
     before: Run | None = None
     """The shared run that its request used too, which has the chunks before these. It may have one
     before it in turn: SHARED_RUNS_MAX in all."""
-    follows: int = 0
-    """The number of the run that its request goes on from. 0: of none."""
+    follows: frozenset[int] = frozenset()
+    """The numbers of the runs that its request goes on from."""
+    prompt_tokens: float = math.inf
+    """The length of its request's prompt, if it is a request's own."""
     ended_at: float = math.inf
     """When its request ended."""
     is_known: bool = True
@@ -181,6 +183,14 @@ def unknown_run(now: float, ttl_s: float | None = None) -> Run:
 NO_RUN = unknown_run(0.0)
 
 
+def lots_of(runs: Iterable[Run], *more: Lot) -> tuple[Lot, ...]:
+    """Lots of a run of what all of these share: it ends once all have. None, and so it ends with
+    none, if they are too many, or if it is not known whose one of them is."""
+    each = dict.fromkeys(runs)
+    lots = dict.fromkeys([*(lot for run in each for lot in run.as_lots()), *more])
+    return tuple(lots) if len(lots) <= LOTS_MAX and all(run.is_known for run in each) else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Visit:
     """The runs of one request: [0, num_shared) chunks, and those after them."""
@@ -238,7 +248,8 @@ class Visit:
             if goes_on_from(joint, last):
                 return joint
             priority = max(Priority.NORMAL, joint.priority)
-            joint = replace(joint, is_shared=True, priority=priority, lots=())
+            lots = lots_of((last, joint))
+            joint = replace(joint, is_shared=True, priority=priority, lots=lots)
         if len(self.joint) >= JOINT_MAX:
             self.joint.clear()
         self.joint[last] = self.joint[joint] = joint
@@ -267,6 +278,9 @@ class Alike(NamedTuple):
     """So many of its leading chunks are stored, the last one perhaps in part."""
     parted: Run | None = None
     """The run of the chunk within which it goes on otherwise, if it does."""
+    gone_on: Run | None = None
+    """The run of the last chunk that one request alone has left, if all of the prompt of that one
+    is found: its next turn, though the end of that prompt is not followed (see ReturnEstimator)."""
 
 
 def visit_of(
@@ -298,10 +312,8 @@ def visit_of(
         alike: how far the prompt seems to go on from what is stored; None: it does.
     """
     before = estimator.arrive(marks, now)
-    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
-    is_other = asks_for_less and alike is not None and not _goes_on(before, alike)
-    own_number = before.number if before is not None else 0
-    num_shared = _num_shared(last_runs, None if is_other else own_number)
+    own_numbers = _own_numbers(before, alike, terms)
+    num_shared = _num_shared(last_runs, own_numbers)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
     turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
     gap_s = now - before.since if before is not None else None
@@ -309,17 +321,21 @@ def visit_of(
 
     ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
     own_lease = lease_for(min(ttls), now) if ttls else None
+    lot = Lot(has_ended=terms.priority is Priority.ENDED)
 
     def run(start: int, stop: int, lease: Lease | None, *, is_shared: bool) -> Run:
         stop = min(stop, len(marks))
         kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
-        number = 0
+        number = 0 if is_shared or stop > start else estimator.unfollowed()
         if stop > start:
             follows = 0 if is_shared else turn
             mark = marks[stop - 1]
             number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
         priority = max(Priority.NORMAL, terms.priority) if is_shared else terms.priority
-        return Run(number, kind, now, is_shared, priority, lease)
+        lots: tuple[Lot, ...] = () if is_shared else (lot,)
+        if is_shared and stop > start:
+            lots = lots_of((last or NO_RUN for last in last_runs[start:stop]), lot)
+        return Run(number, kind, now, is_shared, priority, lease, lots=lots)
 
     parts: list[tuple[int, Run]] = []
     start = 0
@@ -330,10 +346,10 @@ def visit_of(
         start = stop
     *earlier, (_, shared) = parts
     own = run(num_shared, len(marks), own_lease, is_shared=False)
-    own.before, own.follows = shared, 0 if is_other else own_number
+    own.before, own.follows, own.prompt_tokens = shared, own_numbers - {0}, num_tokens
     before_tokens = before.num_tokens if before is not None else 0
     parted = alike.parted if alike is not None else None
-    is_branch = parted is not None and parted.number != own_number
+    is_branch = parted is not None and parted.number not in own_numbers
     return Visit(num_shared, shared, own, before_tokens, tuple(earlier), is_branch)
 
 
@@ -366,6 +382,15 @@ def _shared_leases(
     return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
 
 
+def _own_numbers(before: Before | None, alike: Alike | None, terms: Terms) -> frozenset[int]:
+    """Numbers of the runs that a request of these terms goes on from; 0: of those without one."""
+    numbers = {alike.gone_on.number} if alike is not None and alike.gone_on is not None else set()
+    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
+    if not asks_for_less or alike is None or _goes_on(before, alike):
+        numbers.add(before.number if before is not None else 0)
+    return frozenset(numbers)
+
+
 def _goes_on(before: Before | None, alike: Alike) -> bool:
     """Whether a prompt seems to go on from the one before it. Short questions behind one system
     prompt have the same whole chunks: so something behind these must be the same, too."""
@@ -374,21 +399,22 @@ def _goes_on(before: Before | None, alike: Alike) -> bool:
     return alike.num_chunks > before.depth and before.num_tokens <= alike.num_tokens
 
 
-def _num_shared(last_runs: Sequence[Run | None], own: int | None) -> int:
+def _num_shared(last_runs: Sequence[Run | None], own: Container[int]) -> int:
     """How many of the leading chunks other conversations use too.
 
     Args:
-        own: the run of its own conversation; None: all runs are of others.
+        own: the runs of its own conversation; all others are of others.
     """
     for number, run in enumerate(last_runs):
-        if run is None or not (run.is_shared or run.number != own):
+        if run is None or (run.number in own and not run.is_shared):
             return number
     return len(last_runs)
 
 
 def goes_on_from(run: Run, before: Run) -> bool:
     """Whether its request is the next turn of the conversation that has left the other one."""
-    return 0 < run.follows == before.number and before.ended_at <= run.since
+    is_its = before.number in run.follows and not before.is_shared
+    return is_its and before.ended_at <= run.since
 
 
 def used_by_both(run: Run, before: Run, now: float) -> Run:
@@ -407,7 +433,8 @@ def used_by_both(run: Run, before: Run, now: float) -> Run:
     priority = max(run.priority, before.priority)
     if lease is run.lease and priority == run.priority:
         return run
-    return replace(run, is_shared=True, priority=priority, lease=lease, lots=())
+    lots = lots_of((before, run))
+    return replace(run, is_shared=True, priority=priority, lease=lease, lots=lots)
 
 
 class JointRuns:
@@ -439,14 +466,17 @@ def moved_run(run: Run, visit: Visit, now: float) -> Run:
         own = Lease(max(lease.ttl_s, own.ttl_s), max(lease.expires, own.expires))
     priority = max(run.priority, visit.shared.priority)
     lease = None if lease is None else own
-    lots = tuple(dict.fromkeys((*run.as_lots(), *visit.own.as_lots()))) if run.is_known else ()
-    lots = lots if len(lots) <= LOTS_MAX else ()
+    lots = lots_of((run, visit.own))
     return replace(run, since=now, is_shared=True, priority=priority, lease=lease, lots=lots)
 
 
-def answer(run: Run, num_tokens: int, estimator: ReturnEstimator) -> None:
-    """The request was answered with so many tokens, which tells something of whether it is gone on
-    with. The caller tells the orders of departure. Nothing changes for what others share."""
+def answer(run: Run, num_tokens: int, estimator: ReturnEstimator, now: float) -> None:
+    """The request has ended, answered with so many tokens, which tells something of whether it is
+    gone on with. The caller tells the orders of departure. Nothing changes for what others share.
+    """
+    for one in (run, *(one for lot in run.lots for one in lot.runs)):
+        if one.number == run.number:  # its copies are gone on from as it is
+            one.ended_at = now
     if not run.is_shared:
         run.kind = answered(run.kind, num_tokens)
         estimator.change(run.number, run.kind)

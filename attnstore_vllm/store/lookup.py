@@ -439,4 +439,18 @@ def alike_of(
     is_used = last is None or any(last is piece for piece in used)
     parted = None if last is None or is_used else residency.run_of(last.chunk)
     num_tokens = max(lookup.spine_stop, stop) + grain
-    return Alike(num_tokens, stop + grain < end, num_chunks, parted)
+    gone_on = _gone_on(lookup, spine, used, residency)
+    return Alike(num_tokens, stop + grain < end, num_chunks, parted, gone_on)
+
+
+def _gone_on(
+    lookup: Lookup, spine: Sequence[Piece], used: Sequence[Piece], residency: Residency
+) -> Run | None:
+    """See Alike. Who merely begins as that prompt does has not all of it."""
+    for piece in reversed(spine):
+        run, end = residency.run_of(piece.chunk), piece.chunk.name.end
+        if not run.is_shared:
+            is_used = end <= len(lookup.keys.token_ids) and any(piece is one for one in used)
+            has_all = (end if is_used else piece.stop) >= run.prompt_tokens
+            return run if has_all and run.ended_at <= residency.now else None
+    return None

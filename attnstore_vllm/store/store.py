@@ -240,8 +240,7 @@ class Store:
         """The request whose own run this is has ended, with so many tokens of its own. The
         conversations of the runs `over` have too: these leave first."""
         with self._lock:
-            run.ended_at = self._clock()
-            answer(run, num_tokens, self._estimator)
+            answer(run, num_tokens, self._estimator, self._clock())
             for changed in (run, *end(over)):
                 self.residency.rank(changed)
 

@@ -242,9 +242,9 @@ def test_what_an_answer_tells_counts_at_once() -> None:
     order = departures("attnstore", 100, estimator)
     runs = [run_at(1030.0 + number) for number in range(40)]
     for number, run in enumerate(runs):
-        answer(run, 600, estimator)
+        answer(run, 600, estimator, 0.0)
         order.add(number, run)
-    answer(runs[20], 20, estimator)
+    answer(runs[20], 20, estimator, 0.0)
     order.rank(runs[20])
     assert order.victim(1080.0, anything) == 20
     order.remove(20)
@@ -255,7 +255,7 @@ def test_what_an_answer_tells_counts_at_once() -> None:
 def test_what_others_share_has_no_answer() -> None:
     estimator = returns_after_long_answers()
     run = Run(estimator.open(9999, KIND, 0, 4.0, 1030.0), KIND, 1030.0, True)
-    answer(run, 600, estimator)
+    answer(run, 600, estimator, 0.0)
     assert run.kind == KIND
 
 
@@ -265,7 +265,7 @@ def test_by_age_an_answer_changes_nothing(policy: str) -> None:
     runs = [run_at(float(number)) for number in range(3)]
     for number, run in enumerate(runs):
         order.add(number, run)
-    answer(runs[0], 600, ReturnEstimator())
+    answer(runs[0], 600, ReturnEstimator(), 0.0)
     order.rank(runs[0])
     assert empty(order, 10.0) == [0, 1, 2]
 

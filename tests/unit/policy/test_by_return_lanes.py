@@ -147,7 +147,7 @@ class Both:
                 self.remove(self.here[number % len(self.here)])
             case "answered" if self.here:
                 run = self.here[number % len(self.here)]
-                answer(run, value, self.estimator)
+                answer(run, value, self.estimator, self.now)
                 for order in (self.rule, self.order):
                     order.rank(run)
             case "time" | "the clock":

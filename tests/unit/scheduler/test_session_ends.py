@@ -18,7 +18,16 @@ from attnstore_vllm.hints import PrefetchOrder
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import ReturnEstimator
-from attnstore_vllm.policy.visits import LOTS_MAX, end, moved_run, visit_of
+from attnstore_vllm.policy.visits import (
+    LOTS_MAX,
+    NO_TERMS,
+    Terms,
+    end,
+    left_by,
+    moved_run,
+    used_by_both,
+    visit_of,
+)
 from attnstore_vllm.scheduler import saving
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
 from attnstore_vllm.types import Seen
@@ -121,6 +130,46 @@ def test_what_a_cut_prompt_has_moved(other: str, monkeypatch: pytest.MonkeyPatch
         say_it_is_over(world, other)
     assert priorities(world) == {Priority.ENDED}
     world.close()
+
+
+@pytest.mark.parametrize("other", ["s", "another"])
+def test_what_branches_of_a_conversation_share(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message is edited. What is before it ends once both branches have."""
+    world = StepWorld(monkeypatch)
+    serve(world, "one", PROMPT + tokens_of(2, 2 * CHUNK), session="s")
+    serve(world, "two", PROMPT + tokens_of(3, 2 * CHUNK), session=other)
+    say_it_is_over(world)
+    if other != "s":
+        residency = world.store.residency
+        runs = [(chunk.name.position, residency.run_of(chunk)) for chunk in residency.index]
+        shared = {run.priority for at, run in runs if CHUNK <= at < 4 * CHUNK}
+        assert shared == {Priority.NORMAL}
+        say_it_is_over(world, other)
+    assert priorities(world) == {Priority.ENDED}
+    world.close()
+
+
+def test_a_branch_says_that_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = StepWorld(monkeypatch)
+    serve(world, "one", PROMPT + tokens_of(2, 2 * CHUNK), session="s")
+    serve(world, "two", PROMPT + tokens_of(3, 2 * CHUNK), session="s", ended=True)
+    assert priorities(world) == {Priority.ENDED}
+    world.close()
+
+
+@pytest.mark.parametrize("terms", [NO_TERMS, Terms(Priority.LOW)], ids=["none", "low"])
+def test_what_two_have_computed_at_once_ends_with_both(terms: Terms) -> None:
+    estimator = ReturnEstimator()
+    one = visit_of(estimator, [], [1], CHUNK, 0.0).own
+    two = visit_of(estimator, [], [2], CHUNK, 0.0, terms)
+    joint = two.joined(0, one, 0.0)
+    both = [joint, used_by_both(two.own, one, 0.0)]
+    unknown = used_by_both(two.own, left_by(9.0), 0.0)
+    assert joint.is_shared
+    assert joint not in [*end([one])]
+    ended = [*end([two.own])]
+    assert all(run in ended for run in both)
+    assert unknown is two.own or unknown not in ended
 
 
 def test_what_very_many_have_moved_ends_with_none() -> None:
