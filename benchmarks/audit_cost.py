@@ -3,13 +3,14 @@
 
     python -m benchmarks.audit_cost [--model small|medium] [--rounds N] [--rate 1/10000] [--json]
 
-Two real servers with a store each, binding the same processors, one with `audit` and one without;
-only one is asked at a time, in turn, each first in every other round. Each round asks for the same
-prompts, more than HBM has room for: all are hits in DRAM, and what was drawn is computed. How many
-were drawn is told: at 1/10000 a short run may have drawn none, and then shows only that nothing
-else costs. With a higher --rate the cost of a draw itself is seen, in hits that would have been
-served in its time; `ratio_at` says what that makes of lower rates. A round differs by more than
-0.2 % from the next, so that is the way to see so little: --rate 1/10.
+Three real servers with a store each, binding the same processors, one with `audit` and two
+without; only one is asked at a time, in turn, each first in every third round. What the two without
+differ by is the noise. Each round asks for the same prompts, more than HBM has room for: all are
+hits in DRAM, and what was drawn is computed. How many were drawn is told: at 1/10000 a short run
+may have drawn none, and then shows only that nothing else costs. With a higher --rate the cost of a
+draw itself is seen, in hits that would have been served in its time; `ratio_at` says what that
+makes of lower rates. A round differs by more than 0.2 % from the next, so that is the way to see so
+little: --rate 1/10.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def one_round(server: VllmServer, prompts: list[list[int]]) -> tuple[float, list
 def measure(name: str, rounds: int, rate: str) -> dict[str, Any]:
     chance = Random(1)
     prompts = [[chance.randrange(300, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
-    speeds: dict[str, list[float]] = {"audit": [], "off": []}
-    ttfts: dict[str, list[float]] = {"audit": [], "off": []}
+    given = {"audit": f"{{rate: {rate}, tokens: 1000000}}", "off": "off", "off_again": "off"}
+    speeds: dict[str, list[float]] = {side: [] for side in given}
+    ttfts: dict[str, list[float]] = {side: [] for side in given}
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as directory:
         work = Path(directory)
         model = str(make_model(work / name, CASES[name].shape))
-        given = {"audit": f"{{rate: {rate}, tokens: 1000000}}", "off": "off"}
         arguments = {}
         for side, setting in given.items():
             config = work / f"{side}.yaml"
@@ -73,8 +74,9 @@ def measure(name: str, rounds: int, rate: str) -> dict[str, Any]:
         with (
             VllmServer(model, arguments["audit"], work / "audit.log") as audit,
             VllmServer(model, arguments["off"], work / "off.log") as off,
+            VllmServer(model, arguments["off_again"], work / "off_again.log") as off_again,
         ):
-            sides = [("audit", audit), ("off", off)]
+            sides = [("audit", audit), ("off", off), ("off_again", off_again)]
             for _, server in sides:  # all is stored, and found once
                 for _ in range(2):
                     one_round(server, prompts)
@@ -84,7 +86,7 @@ def measure(name: str, rounds: int, rate: str) -> dict[str, Any]:
                     speed, times = one_round(server, prompts)
                     speeds[side].append(speed)
                     ttfts[side] += times
-                sides.reverse()
+                sides.append(sides.pop(0))
             after = audit.metrics()
 
     def grown(metric: str, **labels: str) -> float:
@@ -92,7 +94,11 @@ def measure(name: str, rounds: int, rate: str) -> dict[str, Any]:
         return found[1] - found[0]
 
     outcomes = ("agreed", "differed", "not_compared")
-    ratios = [a / b for a, b in zip(speeds["audit"], speeds["off"], strict=True)]
+
+    def over_off(side: str) -> list[float]:
+        return [a / b for a, b in zip(speeds[side], speeds["off"], strict=True)]
+
+    ratios, noise = over_off("audit"), over_off("off_again")
     drawn = int(grown("recomputations", cause="audit"))
     costs = (1 / statistics.median(ratios) - 1) * rounds * PROMPTS / drawn if drawn else None
     p99 = {side: statistics.quantiles(times, n=100)[98] for side, times in ttfts.items()}
@@ -106,11 +112,14 @@ def measure(name: str, rounds: int, rate: str) -> dict[str, Any]:
         "loaded_tokens": int(grown("loaded_tokens")),
         "requests_per_s": {side: round(statistics.median(v), 2) for side, v in speeds.items()},
         "ratio_median": round(statistics.median(ratios), 4),
+        "noise_median": round(statistics.median(noise), 4),
         "draw_costs_hits": costs and round(costs, 2),
         "ratio_at": costs and {f"1/{n}": round(1 / (1 + costs / n), 5) for n in LOWER},
         "ratios": [round(r, 3) for r in sorted(ratios)],
+        "noise_ratios": [round(r, 3) for r in sorted(noise)],
         "p99_ttft_ms": {side: round(ms, 1) for side, ms in p99.items()},
         "p99_ratio": round(p99["audit"] / p99["off"], 3),
+        "p99_noise": round(p99["off_again"] / p99["off"], 3),
         "machine": machine(),
     }
 
@@ -131,7 +140,8 @@ def main() -> None:
         return
     print(
         f"\n{result['model']}, rate {result['rate']}: requests a second over off "
-        f"{result['ratio_median']}, p99 TTFT {result['p99_ratio']}; {result['drawn']} of "
+        f"{result['ratio_median']}, p99 TTFT {result['p99_ratio']}; two without "
+        f"{result['noise_median']}, {result['p99_noise']}; {result['drawn']} of "
         f"{result['hits']} hits were drawn, chunks {result['audits']}; at lower rates "
         f"{result['ratio_at']}"
     )
