@@ -26,6 +26,8 @@ LOST_BYTES: Final = 4 << 30
 TOKEN_IDS: Final = range(300, 1000)
 """Of every model here: no special tokens."""
 
+HOLDS: Final = {"share": 0.9, "longest": "30s", "defer": "60s"}
+"""As in the simulated arms."""
 PLAIN, PLAIN_AGAIN = "plain", "plain, again"
 OFFLOADING, SIMPLE = "OffloadingConnector", "SimpleCPUOffload"
 GOAL_PLAIN, GOAL_OFFLOADING = "attnstore 1x + NVMe", "attnstore 1x"
@@ -39,6 +41,8 @@ class Arm:
     connector: str | None = None
     dram: float = 0
     has_nvme: bool = False
+    holds: bool = False
+    """With holding: HBM is held over a tool call."""
 
     @property
     def is_ours(self) -> bool:
@@ -71,9 +75,9 @@ class Plan:
         return self.load.num_jobs * (self.load.prompts[-1] + self.load.answer_tokens)
 
 
-def ours(dram: float, *, has_nvme: bool) -> Arm:
-    name = f"attnstore {dram:g}x{' + NVMe' if has_nvme else ''}"
-    return Arm(name, "AttnStoreConnector", dram, has_nvme)
+def ours(dram: float, *, has_nvme: bool, holds: bool = False) -> Arm:
+    name = f"{'holding' if holds else 'attnstore'} {dram:g}x{' + NVMe' if has_nvme else ''}"
+    return Arm(name, "AttnStoreConnector", dram, has_nvme, holds)
 
 
 OTHERS: Final = (
@@ -81,6 +85,7 @@ OTHERS: Final = (
     Arm(f"{SIMPLE} 1x", "SimpleCPUOffloadConnector", 1),
 )
 OURS: Final = tuple(ours(d, has_nvme=n) for d in (0.25, 1, 4) for n in (False, True))
+HOLDING: Final = (ours(0.25, has_nvme=False, holds=True), ours(1, has_nvme=True, holds=True))
 SMALL_LOAD: Final = Load(
     name="18 turns, small",
     prompts=tuple(630 + round(turn * (3530 - 630) / 17) for turn in range(18)),
@@ -96,7 +101,7 @@ QUICK_LOAD: Final = Load(
     tool_s=0.3,
     num_jobs=6,
 )
-FULL: Final = Plan(SMALL_LOAD, 2.0, (Arm(PLAIN), *OTHERS, *OURS, Arm(PLAIN_AGAIN)))
+FULL: Final = Plan(SMALL_LOAD, 2.0, (Arm(PLAIN), *OTHERS, *OURS, *HOLDING, Arm(PLAIN_AGAIN)))
 QUICK: Final = Plan(
     QUICK_LOAD,
     4.0,
@@ -156,6 +161,8 @@ def arguments(plan: Plan, arm: Arm, directory: Path) -> list[str]:
         capacity = plan.nvme_bytes if arm.has_nvme else min(plan.nvme_bytes, LOST_BYTES)
         nvme = {"path": str(directory / "kv"), "capacity": capacity}
         transfer["kv_connector_extra_config"] = {"dram": dram, "nvme": nvme}
+        if arm.holds:
+            transfer["kv_connector_extra_config"]["holding"] = HOLDS
         if not arm.has_nvme:  # the settings want one; throttled.py takes it away
             transfer["kv_connector_module_path"] = "benchmarks.throttled"
     else:
