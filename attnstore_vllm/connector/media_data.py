@@ -110,6 +110,11 @@ def why_no_media(vllm_config: VllmConfig) -> str | None:
                 "vLLM keeps what it has made of it in shared memory, which the scheduler cannot "
                 "read safely. Set --mm-processor-cache-type lru"
             )
+    if getattr(media, "video_pruning_rate", None):
+        return (
+            "positions behind a pruned video are known to who has encoded it, and a hit encodes "
+            "nothing (--video-pruning-rate). Set it to 0 to have media stored"
+        )
     if vllm_config.ec_transfer_config is not None:
         return (
             "its encoder's output comes from another server by its name (--ec-transfer-config), "

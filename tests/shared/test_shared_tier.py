@@ -17,14 +17,25 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.network_stores import NetworkStore
-from attnstore_vllm.io.checksum import copy_checksums
+from attnstore_vllm.index.chunk import State
+from attnstore_vllm.io.checksum import checksum, copy_checksums
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.remote_io import awaits_remote
 from attnstore_vllm.tiers.shared import secret, shared_io
 from attnstore_vllm.tiers.shared.lanes import LaneOp
-from attnstore_vllm.tiers.shared.record import HEADER_BYTES, VERSION
-from tests.helpers import Rig, conversation, lookup_of, names_of, sequence_of
-from tests.shared.rigs import DEADLINE_S, NUM_TOKENS, counts, fetch, io_of, stored_names, write
+from attnstore_vllm.tiers.shared.record import HEADER_BYTES, VERSION, RecordNames
+from tests.helpers import Rig, conversation, lookup_of, name_of, names_of, sequence_of
+from tests.shared.rigs import (
+    DEADLINE_S,
+    NO_KEYS,
+    NUM_TOKENS,
+    counts,
+    fetch,
+    io_of,
+    stored_names,
+    whole_chunks,
+    write,
+)
 from tests.shared.stranger import Stranger
 
 OpenShared = Callable[..., Rig]
@@ -311,3 +322,37 @@ def test_no_more_is_written_than_the_bandwidth_allows(
     time.sleep(1.5)
     written = rig.store.figures().moved_bytes.get(io_of(rig).flow_down, 0)
     assert 0 < written <= 3 * io_of(rig).record_bytes
+
+
+def test_another_servers_copy_has_no_checksum_of_ours(
+    server: NetworkStore, open_shared: OpenShared, stranger: Stranger
+) -> None:
+    """The store has evicted what we put, and has it again of a server that rounds otherwise. What
+    comes back is that one's: siblings are told its checksum, or are told none."""
+    one = open_shared(server)
+    tokens = conversation(1, NUM_TOKENS)
+    places, names = write(one, tokens), whole_chunks(tokens, None)
+    generation = io_of(one).generation.usable
+    assert generation is not None
+    other = bytes(range(256)) * (one.pool.slot_bytes // 256)
+    for place, name in zip(places, names, strict=True):
+        made = RecordNames(io_of(one).namespace, generation, NO_KEYS)
+        header = made.header(place, name, len(other), NO_KEYS.digest(memoryview(other)))
+        stranger.put(place, header + other)
+    for number in range(20):  # they leave DRAM
+        one.put(name_of(sequence_of(conversation(700 + number, 16)), 0))
+        one.until(lambda: not one.store.is_writing)
+    chunks, residency = [one.chunk(name) for name in names], one.store.residency
+    with one.store._lock:
+        for chunk in chunks:
+            if chunk.at(residency.nvme.name).state is State.READY:
+                residency.leave(residency.nvme, chunk)
+    lookup = lookup_of(tokens, None, may_ask=True)
+    one.store.find(lookup, 0, len(tokens))
+    one.until(lambda: not awaits_remote(lookup))
+    one.store.find(lookup, 0, len(tokens))
+    one.until(lambda: all(chunk.dram.state is State.READY for chunk in chunks))
+    for chunk in chunks:
+        slot = one.pool.slot(chunk.dram.slot)
+        assert bytes(slot) == other
+        assert chunk.dram.checksum in (b"", checksum(slot))

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from vllm.config import MultiModalConfig
 from vllm.config.ec_manager_config import EncoderCacheManagerConfig
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -285,6 +286,20 @@ def test_a_cache_of_the_encoder_that_is_not_vllms(given: str | None) -> None:
     why = why_no_media(config)
     assert (why is None) == (given is None)
     assert why is None or "--ec-manager-config" in why
+
+
+@pytest.mark.parametrize("rate", [None, 0.0, 0.3])
+def test_pruned_videos(rate: float | None) -> None:
+    """vLLM puts text behind one at its place by what it encodes in the same step. Behind a hit it
+    encodes nothing: the text is elsewhere, and so is its KV."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=MultiModalConfig(video_pruning_rate=rate)),
+        ec_transfer_config=None,
+        ec_manager_config=None,
+    )
+    why = why_no_media(config)
+    assert (why is None) == (not rate)
+    assert why is None or "--video-pruning-rate" in why
 
 
 def test_names_beyond_those_that_are_remembered_get_an_alias(
