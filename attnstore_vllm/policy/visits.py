@@ -98,7 +98,7 @@ def by_end(ends: Array, now: float) -> Iterator[tuple[npt.NDArray[np.intp], Leas
 
 def left_by(end: float) -> Run:
     """The run of a chunk that an earlier process has left, which ends then unless it is used."""
-    return replace(NO_RUN, lease=Lease(0.0, end))
+    return replace(NO_RUN, lease=None if end == math.inf else Lease(0.0, end))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -334,7 +334,9 @@ def visit_of(
         priority = max(Priority.NORMAL, terms.priority) if is_shared else terms.priority
         lots: tuple[Lot, ...] = () if is_shared else (lot,)
         if is_shared and stop > start:
-            lots = lots_of((last or NO_RUN for last in last_runs[start:stop]), lot)
+            lasts = [last or NO_RUN for last in last_runs[start:stop]]
+            lots = lots_of(lasts, lot)
+            priority = max(priority, *(last.priority for last in lasts))
         return Run(number, kind, now, is_shared, priority, lease, lots=lots)
 
     parts: list[tuple[int, Run]] = []
@@ -431,7 +433,7 @@ def used_by_both(run: Run, before: Run, now: float) -> Run:
     elif other is None:
         lease = None
     priority = max(run.priority, before.priority)
-    if lease is run.lease and priority == run.priority:
+    if lease is run.lease and priority == run.priority and not before.is_shared:
         return run
     lots = lots_of((before, run))
     return replace(run, is_shared=True, priority=priority, lease=lease, lots=lots)

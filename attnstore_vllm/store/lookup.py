@@ -168,10 +168,13 @@ class Strategy(ABC):
             residency.use_moved([p.chunk for p in used if p.first is not None], visit)
             placed = [(p.start // size, p.chunk) for p in used if p.first is None]
             for number, chunk in (*placed, *((at // size, end) for end in ends)):
-                if number < num_met:
+                last = residency.run_of(chunk)
+                if number < min(num_met, visit.num_shared) or (
+                    number < num_met and not last.is_shared
+                ):
                     run = visit.run(number)
                 else:
-                    run = visit.joined(number, residency.run_of(chunk), residency.now)
+                    run = visit.joined(number, last, residency.now)
                 of_run.setdefault(run, []).append(chunk)
             for run, chunks in of_run.items():
                 residency.use(chunks, run)

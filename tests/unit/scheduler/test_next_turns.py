@@ -156,3 +156,16 @@ def test_a_copy_that_was_made_before_its_request_ended(has_ended: bool) -> None:
     two = visit_of(estimator, [one, one], [1, 2], 44, 2.0)
     assert (two.joined(2, low, 2.0) is two.own) == has_ended
     assert two.joined(2, for_others, 2.0).is_shared
+
+
+@pytest.mark.parametrize("num_others", [1, 2, 3])
+def test_what_others_share_keeps_a_high_priority(
+    num_others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(monkeypatch)
+    common = SYSTEM + tokens_of(70, CHUNK + 5)
+    chat.turn("one", common + tokens_of(71, 2 * CHUNK), tokens_of(72, 8), priority="high")
+    for n in range(num_others):
+        chat.turn(f"alike {n}", common + tokens_of(80 + n, 20), tokens_of(90 + n, 8))
+    assert {run.priority for run in chat.runs_of(common)} == {Priority.HIGH}
+    chat.close()

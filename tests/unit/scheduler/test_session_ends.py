@@ -9,6 +9,7 @@ another run. Then a request ends the session, and the priority of each chunk is 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,9 @@ from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import (
     LOTS_MAX,
     NO_TERMS,
+    Run,
     Terms,
+    Visit,
     end,
     left_by,
     moved_run,
@@ -30,8 +33,9 @@ from attnstore_vllm.policy.visits import (
 )
 from attnstore_vllm.scheduler import saving
 from attnstore_vllm.scheduler.messages import StepPlan, StepReport
+from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.types import Seen
-from tests.helpers import tokens_of
+from tests.helpers import CHUNK_TOKENS, memory_rig, name_of, names_of, sequence_of, tokens_of
 from tests.step_world import BLOCK, CHUNK, StepWorld
 from tests.unit.policy.test_visits import Clock
 from tests.unit.scheduler.test_session_inputs import begin, say_more
@@ -268,3 +272,52 @@ def test_who_was_not_looked_up_ends_its_session(monkeypatch: pytest.MonkeyPatch)
     assert not world.turn("two", tokens_of(2, 3 * CHUNK), session="s", ended=True)
     assert priorities(world) == {Priority.ENDED}
     world.close()
+
+
+def test_what_another_session_has_moved_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the session that it came from goes on with it, and ends."""
+    world = StepWorld(monkeypatch, truncates=True)
+    kept = tokens_of(5, 400)
+    one = [*tokens_of(6, 64), *kept]
+    serve(world, "one", one, session="s", truncation=True)
+    serve(world, "moves", [*kept, *tokens_of(7, 40)], session="other", truncation=True)
+    keys, residency = sequence_of(one), world.store.residency
+    chunks = [residency.index.get(name_of(keys, n).key) for n in range(len(one) // CHUNK)]
+    moved = [chunk for chunk in chunks if chunk is not None and residency.run_of(chunk).is_shared]
+    assert len(moved) >= 5
+    serve(world, "two", [*one, *tokens_of(8, 40)], session="s", truncation=True)
+    say_it_is_over(world)
+    assert {residency.run_of(chunk).priority for chunk in moved} == {Priority.NORMAL}
+    world.close()
+
+
+def test_who_was_not_looked_up_ends_nothing_that_others_share() -> None:
+    """As the first requests of a LoRA adapter: it computes a beginning that two others share."""
+    clock = Clock()
+    store = memory_rig(64, 64, clock=clock, wall=clock, threaded=False).store
+    system = tokens_of(1, 4 * CHUNK_TOKENS)
+
+    def come(tokens: list[int]) -> Visit:
+        clock.now += 1
+        return store.arrive("request", Lookup(sequence_of(tokens)), len(tokens), 1)[1]
+
+    def save(tokens: list[int], run_of: Callable[[int], Run]) -> None:
+        for number, name in enumerate(names_of(sequence_of(tokens))):
+            chunk = store.begin_save(name, run_of(number))
+            if chunk is not None:
+                store.finish_saves([chunk])
+        clock.now += 1
+
+    for who in (2, 3):
+        text = system + tokens_of(who, 40)
+        visit = come(text)
+        save(text, visit.run)
+        store.answered(visit.own, 0)
+    unseen = store.unseen_run(NO_TERMS)
+    save(system + tokens_of(4, 40), lambda number: unseen)
+    store.answered(unseen, 0)
+    store.answered(come(tokens_of(9, 40)).own, 0, [unseen])
+    found = [store.residency.index.get(name.key) for name in names_of(sequence_of(system))]
+    runs = [store.residency.run_of(chunk) for chunk in found if chunk is not None]
+    assert len(runs) == 4
+    assert {run.priority for run in runs} == {Priority.NORMAL}

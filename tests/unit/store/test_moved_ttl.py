@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from attnstore_vllm.config.settings import TruncationConfig
+from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import NO_TERMS, Terms
 from attnstore_vllm.store.lookup import Lookup
 from tests.helpers import Rig, Rigs, lookup_of, name_of, names_of, sequence_of, tokens_of
@@ -17,7 +18,7 @@ SHORT, LONG = Terms(ttl_s=20.0), Terms(ttl_s=600.0)
 
 
 def serve(rig: Rig, tokens: list[int], terms: Terms, *, moves: bool = False) -> int:
-    """A request for all these tokens. Returns up to where it finds KV."""
+    """A request for all these tokens, answered. Returns up to where it finds KV."""
     sequence = sequence_of(tokens)
     lookup = Lookup(sequence, finds_moved=moves)
     pieces, visit = rig.store.arrive("request", lookup, len(tokens), 1, terms)
@@ -26,6 +27,7 @@ def serve(rig: Rig, tokens: list[int], terms: Terms, *, moves: bool = False) -> 
         if chunk is not None:
             rig.store.finish_saves([chunk])
             rig.store.may_be_moved(name, sequence.root)
+    rig.store.answered(visit.own, 0)
     return pieces[-1].stop if pieces else 0
 
 
@@ -83,3 +85,19 @@ def test_who_moves_a_part_of_a_chunk_keeps_none_of_it(rig: Rig, clock: Clock) ->
     chunks = [rig.chunk(name) for name in names_of(sequence_of(source))]
     kept = {n for n, chunk in enumerate(chunks) if not rig.store.residency.has_expired(chunk)}
     assert kept == {0, *range(5, 10)}, "of the fourth and the tenth it has moved a part"
+
+
+@pytest.mark.parametrize("terms", [SHORT, Terms(Priority.ENDED), Terms(Priority.LOW)], ids=str)
+def test_the_next_turn_of_where_it_came_from_ends_nothing_of_who_moved_it(
+    rig: Rig, clock: Clock, terms: Terms
+) -> None:
+    source = tokens_of(1, 192)
+    serve(rig, source, NO_TERMS)
+    assert serve(rig, source[80:180] + tokens_of(2, 40), NO_TERMS, moves=True) > 90
+    chunks = [rig.chunk(name) for name in names_of(sequence_of(source))]
+    moved = [chunk for chunk in chunks if rig.store.residency.run_of(chunk).is_shared]
+    assert len(moved) >= 5
+    clock.now += 1
+    serve(rig, source + tokens_of(5, 32), terms)
+    for run in map(rig.store.residency.run_of, moved):
+        assert (run.priority, run.lease) == (Priority.NORMAL, None)

@@ -20,10 +20,12 @@ from attnstore_vllm.index.chunk import Chunk
 from attnstore_vllm.policy.budget import Budget
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.returns import ReturnEstimator
-from attnstore_vllm.policy.visits import LEFT_PARTS, Terms, by_end
+from attnstore_vllm.policy.visits import LEFT_PARTS, NO_TERMS, Terms, by_end
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.context import STEP_S, StoreClock
+from attnstore_vllm.tiers.nvme import recovery
 from attnstore_vllm.tiers.nvme.format import ages
+from attnstore_vllm.tiers.nvme.nvme_io import NvmeIo
 from attnstore_vllm.types import NVME
 from tests.helpers import (
     GRAIN,
@@ -314,6 +316,57 @@ def test_one_short_ttl_takes_nobody_elses_chunk_along() -> None:
     }
     assert expired == {5}
     assert order.victim(1500.0, lambda _: True) == 5
+
+
+@pytest.mark.parametrize("terms", [Terms(ttl_s=20.0), NO_TERMS], ids=["ttl", "none"])
+def test_what_has_no_ttl_gets_none_while_headers_are_read(
+    terms: Terms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request with a `ttl` shares it then, and saves it anew: its age has no end, and can be told
+    to no record. The store's thread ended."""
+    monkeypatch.setattr(recovery, "BATCH_HEADERS", 2)
+    monkeypatch.setattr(recovery, "BATCHES", 1)
+    clock = Clock()
+    options = {"clock": clock, "wall": clock, "threaded": False}
+    slab, device = new_slab(32), MemoryDevice(slab_bytes(32))
+    format_device(device, slab)
+    first = tokens_of(1, 48)
+
+    def serve(rig: Rig, tokens: list[int], terms: Terms, *, lost: int = 0) -> None:
+        clock.now += 1
+        sequence = sequence_of(tokens)
+        _, visit = rig.store.arrive("request", Lookup(sequence), len(tokens), 1, terms)
+        names = names_of(sequence)
+        for chunk_name in names[:lost]:
+            rig.store.drop([rig.chunk(chunk_name)])
+        for number, chunk_name in enumerate(names):
+            chunk = rig.store.begin_save(chunk_name, visit.run(number))
+            if chunk is not None:
+                rig.store.finish_saves([chunk])
+        for _ in range(40):
+            rig.store.tick()
+
+    before = Rig(device, slab, 40, options=options)
+    serve(before, first, NO_TERMS)
+    serve(before, tokens_of(2, 48), Terms(ttl_s=1000.0))
+    serve(before, tokens_of(3, 20 * 16), NO_TERMS)
+    before.pool.close()
+    medium = MemoryDevice(len(device.image))
+    medium.image[:] = device.image
+    rig = Rig(medium, found_slab(device.image), 16, options=options)
+    nvme = rig.store.thread.tiers[0]
+    assert isinstance(nvme, NvmeIo)
+    index = rig.store.residency.index
+    while not all(index.get(name.key) for name in names_of(sequence_of(first))):
+        rig.store.tick()
+    assert not nvme.recovery.is_over
+    question = first[:40] + tokens_of(9, 24)
+    serve(rig, question, terms)
+    serve(rig, question, terms, lost=1)
+    run = rig.store.residency.run_of(rig.chunk(names_of(sequence_of(first))[0]))
+    assert run.lease is None
+    rig.store.check_integrity()
+    rig.pool.close()
 
 
 # ---- budgets -----------------------------------------------------------------------------------
