@@ -283,7 +283,7 @@ def _dram(given: object) -> tuple[int, str]:
     return parse_size("dram.size", given["size"], SIZE_MIN), codec
 
 
-def _check_codecs(dram: str, nvme: NvmeConfig, audit: AuditConfig | None) -> None:
+def _check_codecs(dram: str, nvme: NvmeConfig, audit: object) -> None:
     """Raise ConfigError for what does not go with KV that DRAM keeps encoded."""
     if dram == NONE:
         return
@@ -292,7 +292,7 @@ def _check_codecs(dram: str, nvme: NvmeConfig, audit: AuditConfig | None) -> Non
             f"dram.codec is {dram} and nvme.codec {nvme.codec}; NVMe keeps the bytes that DRAM "
             "has, so leave one of the two out"
         )
-    if audit is not None:
+    if AuditConfig.parse(audit) is not None:
         raise ConfigError(
             f"dram.codec is {dram} and audit is set, which compares KV that is not encoded; leave "
             "one of the two out"
@@ -410,8 +410,7 @@ class StoreConfig:
             )
         dram_bytes, dram_codec = _dram(given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
-        audit = AuditConfig.parse(given.get("audit", False))
-        _check_codecs(dram_codec, nvme, audit)
+        _check_codecs(dram_codec, nvme, given.get("audit", False))
         if "data_parallel_size" in optional:  # else vLLM's command line may fill it in
             _check_number(nvme.paths, optional["data_parallel_size"])
         truncation = TruncationConfig.parse(given.get("truncation", {}))
@@ -438,7 +437,7 @@ class StoreConfig:
             truncation=truncation,
             shared=tier,
             trace=TraceConfig.parse(given.get("trace", False)),
-            audit=audit,
+            audit=AuditConfig.parse(given.get("audit", False)),
             shared_by=_sharing("share", given.get("share", "everyone")),
             **optional,
         )

@@ -395,8 +395,7 @@ SETTINGS = (
         "{rate: 1/10000, tokens: 1000, stop_after: 3, keep: 256MiB}",
         "Compute a few hits all the same, and compare what is stored with what is computed. A "
         "chunk that differs is removed, and the log says so.",
-        "Set {} for the values shown, a rate alone, or a mapping of your own, to see that hits are "
-        "right. "
+        "Set {} for the values shown, or your own, to see that hits are right. A rate alone does. "
         "[Audit](audit.md) says what it looks at.",
     ),
     Setting(
