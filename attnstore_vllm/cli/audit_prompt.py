@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 import time
 import urllib.error
 import urllib.request
@@ -34,8 +35,13 @@ NOT_STORED = ("prompt_tokens", "hbm_tokens", "moved_tokens", "computed_tokens")
 TOKEN_IDS = range(10, 200)
 """Every vocabulary has them."""
 COMPARED_S = 15.0
-"""Figures of a server that does nothing come every few seconds."""
-POLL_S = 0.5
+"""The longest wait for the figures."""
+POLL_S, EQUAL_LOOKS = 0.5, 6
+"""Figures that stand still for so many looks, 3 s, are the last: an idle server's come once a
+second."""
+NEW = (Cause.NOT_STORED, Cause.EXPIRED, Cause.TOO_SHORT)
+"""Nothing that could be compared was stored."""
+FILES = (".yaml", ".yml", ".json")
 
 
 class AuditError(AttnStoreError):
@@ -49,11 +55,13 @@ class AuditVerdict:
     prompt_tokens: int
     outcomes: dict[str, int]
     """Chunks, by AUDITS. Of others' requests too, that were audited at the same time."""
+    is_stopped: bool
+    """An audit has ended the serving of what is stored."""
     said: str
 
     @property
     def is_bad(self) -> bool:
-        return self.outcomes[Event.DIFFERED] > 0
+        return self.outcomes[Event.DIFFERED] > 0 or self.is_stopped
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,6 +73,11 @@ def audit(url: str, api_key: str | None = None) -> AuditVerdict:
     Args:
         url: of the server, as `attnstore top` takes it.
     """
+    if url.endswith(FILES) and "://" not in url:
+        raise AuditError(
+            f"{url} is a file, and an audit asks a running server: give its URL, as localhost:8000 "
+            f"(`attnstore doctor {shlex.quote(url)}` looks at the settings)"
+        )
     base = metrics_url(url).removesuffix("/metrics")
     model = _ask(f"{base}/v1/models", None, api_key)
     try:
@@ -90,14 +103,21 @@ def audit(url: str, api_key: str | None = None) -> AuditVerdict:
     report = params.get(SECTION) if isinstance(params, dict) else None
     if not isinstance(report, dict):
         raise AuditError(f"{base} says nothing of this prompt's KV; is AttnStore idle there?")
-    is_audited = report.get("why_computed") == Cause.AUDIT.value
-    outcomes = _outcomes(before, base) if is_audited else {str(name): 0 for name in AUDITS}
-    return AuditVerdict(length, outcomes, _said(report, outcomes, is_audited=is_audited))
+    why = report.get("why_computed")
+    outcomes = {str(name): 0 for name in AUDITS}
+    if why == Cause.AUDIT:
+        outcomes = _outcomes(before, base, report.get("audited_chunks", 1))
+    said = _said(report, why, outcomes)
+    return AuditVerdict(length, outcomes, why == Cause.DISTRUSTED, said)
 
 
-def _outcomes(before: Metrics, base: str) -> dict[str, int]:
-    """Chunks that were compared since then, as soon as no more are."""
-    deadline, last = time.monotonic() + COMPARED_S, -1
+def _outcomes(before: Metrics, base: str, drawn: int) -> dict[str, int]:
+    """Chunks that were compared since then, as soon as no more are.
+
+    Args:
+        drawn: chunks of this prompt. Of which nothing is told in time was not compared.
+    """
+    deadline, last, equal = time.monotonic() + COMPARED_S, -1, 0
     while True:
         now = read(base)
         grown = {
@@ -108,26 +128,38 @@ def _outcomes(before: Metrics, base: str) -> dict[str, int]:
             for name in AUDITS
         }
         count = sum(grown.values())
-        if (count and count == last) or time.monotonic() > deadline:
+        equal = equal + 1 if count == last else 0
+        if (count >= drawn and equal >= EQUAL_LOOKS) or time.monotonic() > deadline:
+            grown[Event.NOT_COMPARED] += max(0, drawn - count)
             return grown
         last = count
         time.sleep(POLL_S)
 
 
-def _said(report: dict[str, Any], outcomes: dict[str, int], *, is_audited: bool) -> str:
+def _said(report: dict[str, Any], why: object, outcomes: dict[str, int]) -> str:
     agreed, differed, lost = (outcomes[name] for name in AUDITS)
+    rest = f"; {lost} could not be compared" if lost else ""
     if differed:
-        return f"{differed} chunks differ from what the model computes, {agreed} agree; see its log"
+        said = f"{differed} chunks differ from what the model computes, {agreed} agree{rest}"
+        return f"{said}. See the server's log, and AttnStoreWrongKv in docs/runbook.md"
     if agreed:
-        return f"{agreed} chunks are what the model computes"
-    if is_audited:
+        return f"{agreed} chunks are what the model computes{rest}"
+    if why == Cause.AUDIT:
         return f"nothing could be compared ({lost} chunks were gone, or had no room)"
+    if why == Cause.DISTRUSTED:
+        return (
+            "an audit has found wrong KV before: the server serves and stores nothing, so there "
+            "was nothing to compare. AttnStoreWrongKv in docs/runbook.md says what to do"
+        )
     if report.get("hbm_tokens"):
         return "vLLM's own cache has it: nothing was compared. Ask again after a restart"
     tokens = {name for name in report if name.endswith("_tokens")} - set(NOT_STORED)
     if any(report[name] for name in tokens):
         return "it was served from the store, and not compared: the server's `audit` is off"
-    why = report.get("why_computed")
+    if why not in NEW:
+        return f"nothing was compared ({why}): docs/runbook.md has the causes"
+    if (why_not := report.get("why_not_stored")) is not None:
+        return f"nothing was stored of it ({why}), nor is it now ({why_not})"
     return f"nothing was stored of it ({why}). It is now: ask again after a restart"
 
 

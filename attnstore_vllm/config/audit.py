@@ -2,6 +2,7 @@
 """`audit`: settings of the live audit.
 
 audit: {rate: 1/10000, tokens: 1000, stop_after: 3, keep: 256MiB}
+audit: 1/10000, which is short for {rate: 1/10000}
 
 This rate costs less than 0.2 % of computing while up to 0.95 of prompt tokens are hits.
 """
@@ -37,11 +38,11 @@ class AuditConfig:
         if given is False or given == "off" or (given == 0 and not isinstance(given, bool)):
             return None
         if not isinstance(given, Mapping):
-            raise ConfigError(f"audit is {given!r}; it must be off or {{rate: 1/10000}}")
+            return cls(rate=_rate("audit", given, "off, {rate: 1/10000}, or a share of hits"))
         check_keys("audit.", given, {"rate", "tokens", "stop_after", "keep"}, set())
         keep = given.get("keep", "256MiB")
         return cls(
-            rate=_rate(given.get("rate", "1/10000")),
+            rate=_rate("audit.rate", given.get("rate", "1/10000"), "a share of hits"),
             tokens_per_s=float(
                 parse_integer("audit.tokens", given.get("tokens", 1000), 1, 1_000_000)
             ),
@@ -55,9 +56,9 @@ class AuditConfig:
         return replace(self, tokens_per_s=self.tokens_per_s / engines, keep_bytes=keep)
 
 
-def _rate(value: object) -> float:
+def _rate(key: str, value: object, expected: str) -> float:
     if isinstance(value, str) and (match := _RATE.fullmatch(value.strip())):
         return float(Fraction(1, int(match[1])))
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
         return float(value)
-    raise ConfigError(f"audit.rate is {value!r}; it must be a share of hits, as in 1/10000 or 1e-4")
+    raise ConfigError(f"{key} is {value!r}; it must be {expected}, as in 1/10000 or 0.0001")

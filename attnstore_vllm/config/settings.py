@@ -292,7 +292,7 @@ def _check_codecs(dram: str, nvme: NvmeConfig, audit: object) -> None:
             f"dram.codec is {dram} and nvme.codec {nvme.codec}; NVMe keeps the bytes that DRAM "
             "has, so leave one of the two out"
         )
-    if audit is not False and audit != "off":
+    if AuditConfig.parse(audit) is not None:
         raise ConfigError(
             f"dram.codec is {dram} and audit is set, which compares KV that is not encoded; leave "
             "one of the two out"

@@ -391,10 +391,11 @@ SETTINGS = (
         "Raise it for longer traces. A prompt of 10,000 tokens takes about 1 KiB.",
     ),
     Setting(
-        "audit", "off", "off, or {rate: 1/10000, tokens: 1000, stop_after: 3, keep: 256MiB}",
+        "audit", "off", "off, a rate as 1/10000, or "
+        "{rate: 1/10000, tokens: 1000, stop_after: 3, keep: 256MiB}",
         "Compute a few hits all the same, and compare what is stored with what is computed. A "
         "chunk that differs is removed, and the log says so.",
-        "Set {} for the values shown, or a mapping of your own, to see that hits are right. "
+        "Set {} for the values shown, or your own, to see that hits are right. A rate alone does. "
         "[Audit](audit.md) says what it looks at.",
     ),
     Setting(

@@ -191,7 +191,10 @@ class Offers:
                 return Cause.SLOWER
         if self._audits is None or stop - local < MIN_LOAD_TOKENS:
             return None
-        return Cause.AUDIT if self._audits.takes(state, held, rest, stop - local) else None
+        if not self._audits.takes(state, held, rest, stop - local):
+            return None
+        state.counted.audited = max(state.counted.audited, len(state.audited))
+        return Cause.AUDIT
 
     def _find(self, state: RequestState, local: int, stop: int) -> list[Piece]:
         num_expired = self._store.residency.num_expired

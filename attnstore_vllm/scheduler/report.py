@@ -30,11 +30,13 @@ def report_of(state: RequestState) -> Report:
     """Where its prompt's KV came from, for who has sent it."""
     counted, is_found = state.counted, num_computed(state) < state.request.num_prompt_tokens
     whys = why_computed(state), why_not_stored(state)
+    audited: Report = {"audited_chunks": counted.audited} if counted.audited else {}
     return _report(state.request, counted.in_hbm, counted.sources, *whys) | {
         "moved_tokens": state.moved_tokens,
         "own_pass_tokens": state.own_pass_tokens,
         "approximate": state.approximate if is_found else None,
         "waited_ms": round(1000 * counted.waited_s),
+        **audited,
     }
 
 

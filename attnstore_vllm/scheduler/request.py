@@ -192,6 +192,8 @@ class Counted:
     """A look-up for it has found KV whose ttl was over."""
     is_unanswered: bool = False
     """A tier that was asked for it has not answered in time."""
+    audited: int = 0
+    """Chunks of its hit that were drawn to be compared."""
     why_not_stored: Cause | None = None
     """Why its end is not saved, where nothing else says it."""
 

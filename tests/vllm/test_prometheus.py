@@ -144,6 +144,7 @@ def test_every_alert_is_evaluated_and_none_fires(prometheus: Prometheus) -> None
     assert len(healths()) == len(re.findall("- alert:", ALERTS.read_text(encoding="utf-8")))
     firing = [alert for alert in prometheus.get("alerts")["alerts"] if alert["state"] == "firing"]
     assert not firing
+    assert prometheus.values("process_start_time_seconds"), "AttnStoreWrongKv looks at it"
 
 
 def test_names_are_as_prometheus_wants_them(server: VllmServer) -> None:

@@ -19,6 +19,7 @@ from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.tiers.nvme.aside import Aside
 
 AUDITS = "vllm:attnstore_audits_total"
+AS_SHIPPED = {name: getattr(audit_prompt, name) for name in ("POLL_S", "COMPARED_S")}
 
 
 class Server(BaseHTTPRequestHandler):
@@ -26,6 +27,8 @@ class Server(BaseHTTPRequestHandler):
 
     report: dict[str, Any] | None
     finds: dict[str, int]
+    later: list[tuple[float, str, int]]
+    """What it finds besides: after so many seconds, of this outcome, so many chunks."""
     asked: list[Any]
     counts: dict[str, int]
     keys: set[str | None]
@@ -41,9 +44,14 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         for name, count in self.finds.items():
-            self.counts[name] = self.counts.get(name, 0) + count
+            self._find(name, count)
+        for after_s, name, count in self.later:
+            threading.Timer(after_s, self._find, (name, count)).start()
         params = None if self.report is None else {"attnstore": self.report}
         self._answer(json.dumps({"kv_transfer_params": params}))
+
+    def _find(self, name: str, count: int) -> None:
+        self.counts[name] = self.counts.get(name, 0) + count
 
     def _answer(self, text: str) -> None:
         self.send_response(200)
@@ -59,7 +67,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Server]]:
     monkeypatch.setattr(audit_prompt, "POLL_S", 0.01)
     monkeypatch.setattr(audit_prompt, "COMPARED_S", 0.1)
     Server.report, Server.finds, Server.asked = {"why_computed": "audit"}, {}, []
-    Server.counts, Server.keys = {"agreed": 7}, set()
+    Server.counts, Server.keys, Server.later = {"agreed": 7}, set(), []
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
         Server.url = f"127.0.0.1:{made.server_port}"  # type: ignore[attr-defined]
@@ -85,9 +93,68 @@ def test_it_says_what_was_compared(server: Any, capsys: pytest.CaptureFixture[st
     assert json.loads(said)["outcomes"] == {"agreed": 0, "differed": 0, "not_compared": 2}
 
 
+def test_it_waits_for_chunks_that_are_compared_later(
+    server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared one after the other, and figures of an idle server come once a second."""
+    for name, value in AS_SHIPPED.items():
+        monkeypatch.setattr(audit_prompt, name, value)
+    server.finds, server.later = {"agreed": 1}, [(1.6, "agreed", 2), (1.6, "differed", 1)]
+    code, said = says(server, capsys)
+    assert code == EXIT_BAD and said.startswith("1 chunks differ"), said
+
+
+def test_it_waits_for_as_many_as_the_server_has_drawn(
+    server: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_prompt, "COMPARED_S", 15.0)
+    server.report = {"why_computed": "audit", "audited_chunks": 2}
+    server.finds, server.later = {"agreed": 1}, [(1.0, "differed", 1)]
+    assert says(server, capsys)[0] == EXIT_BAD
+
+
+def test_it_says_how_many_were_not_compared(
+    server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.report = {"why_computed": "audit", "audited_chunks": 5}
+    server.finds = {"agreed": 2, "not_compared": 1}
+    code, said = says(server, capsys)
+    assert code == EXIT_OK
+    assert said == "2 chunks are what the model computes; 3 could not be compared\n"
+    server.finds = {"differed": 1, "not_compared": 1}
+    code, said = says(server, capsys)
+    assert code == EXIT_BAD and "0 agree; 4 could not be compared." in said
+    server.finds = {}
+    assert "nothing could be compared (5 chunks" in says(server, capsys)[1]
+
+
+@pytest.mark.parametrize("why_not", [None, "distrusted"])
+def test_a_server_that_an_audit_has_stopped_is_bad(
+    server: Any, capsys: pytest.CaptureFixture[str], why_not: str | None
+) -> None:
+    server.report = {"why_computed": "distrusted", "why_not_stored": why_not}
+    code, said = says(server, capsys)
+    assert code == EXIT_BAD and "AttnStoreWrongKv in docs/runbook.md" in said
+    assert "ask again" not in said
+    code, said = says(server, capsys, "--json")
+    assert code == EXIT_BAD and json.loads(said)["is_stopped"] is True
+
+
+@pytest.mark.parametrize("name", ["attnstore.yaml", "/etc/attnstore.yml", "./store.json"])
+def test_a_file_is_no_server(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", name]) == EXIT_ERROR
+    err = capsys.readouterr().err
+    assert f"{name} is a file, and an audit asks a running server: give its URL" in err
+    assert f"`attnstore doctor {name}`" in err
+
+
 @pytest.mark.parametrize(
     ("report", "said"),
     [
+        ({"why_computed": "not_stored", "why_not_stored": None}, "It is now: ask again"),
+        ({"why_computed": "expired", "why_not_stored": "no_room"}, "nor is it now (no_room)"),
+        ({"why_computed": "slower"}, "nothing was compared (slower)"),
+        ({"why_computed": "weights_unknown"}, "nothing was compared (weights_unknown)"),
         ({"why_computed": "not_stored"}, "nothing was stored of it"),
         ({"why_computed": "audit"}, "nothing could be compared"),
         ({"hbm_tokens": 480}, "vLLM's own cache has it"),

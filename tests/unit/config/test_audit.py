@@ -30,6 +30,21 @@ def test_rates(given: object, rate: float) -> None:
     assert found is not None and found.rate == rate
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"), [("1/1000", 1e-3), (0.25, 0.25), (1e-4, 1e-4), (1, 1.0)]
+)
+def test_a_rate_alone_is_short_for_a_mapping_of_it(given: object, rate: float) -> None:
+    assert parsed(given) == parsed({"rate": given}) == AuditConfig(rate=rate)
+
+
+@pytest.mark.parametrize("off", [False, "off", 0, 0.0])
+def test_the_codec_of_dram_goes_with_an_audit_that_is_off(off: object) -> None:
+    dram = {"size": "64GiB", "codec": "lossless"}
+    assert parsed(off, dram=dram) is None
+    with pytest.raises(ConfigError, match="lossless and audit is set"):
+        parsed("1/1000", dram=dram)
+
+
 def test_engines_share_what_it_may_cost() -> None:
     config = StoreConfig.parse(
         {**MINIMAL, "data_parallel_size": 4, "audit": {"tokens": 1000, "keep": "64MiB"}}
@@ -45,7 +60,16 @@ def test_engines_share_what_it_may_cost() -> None:
     ("given", "named"),
     [
         (True, "audit is True"),
-        ("1/1000", "audit is '1/1000'"),
+        ("1/0", "audit is '1/0'; it must be off, {rate: 1/10000}, or a share of hits, as in"),
+        ("1%", "audit is '1%'"),
+        ("2/1000", "audit is '2/1000'"),
+        ("on", "audit is 'on'"),
+        ("0.1", "audit is '0.1'"),
+        (1.5, "audit is 1.5"),
+        (-0.1, "audit is -0.1"),
+        (float("nan"), "audit is nan"),
+        (None, "audit is None"),
+        (["1/1000"], "audit is ['1/1000']"),
         ({"rate": "1/0"}, "audit.rate is '1/0'"),
         ({"rate": 0}, "audit.rate is 0"),
         ({"rate": 1.5}, "audit.rate is 1.5"),
