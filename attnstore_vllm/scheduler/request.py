@@ -110,6 +110,8 @@ class AuditedPiece(NamedTuple):
     """See Piece."""
     is_asked: bool
     """Its client has asked for it."""
+    turn: int
+    """Its place in the order in which the hit's pieces are compared, if there is no room for all."""
 
 
 @dataclass(slots=True)
