@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds that are learned from rounding: never wider than the usual one, and slow to trust: wrong KV that
-passes as rounding teaches next to nothing."""
+"""Bounds that are learned from rounding: never wider than the usual one, and slow to trust. Wrong
+KV that passes as rounding teaches next to nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ WRONG = 0.45
 """It passes at first."""
 
 
-def learned(distances: Iterable[float], begun: LearnedBound = LearnedBound()) -> LearnedBound:
+NOTHING = LearnedBound()
+
+
+def learned(distances: Iterable[float], begun: LearnedBound = NOTHING) -> LearnedBound:
     """Each of a hit and a chunk of its own."""
     for number, distance in zip(count(begun.pairs), distances, strict=False):
         begun = begun.and_one(distance, number, b"%d" % number)
