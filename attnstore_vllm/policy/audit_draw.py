@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from random import Random
 
 from attnstore_vllm.policy.budget import Budget
 
@@ -12,7 +11,6 @@ BURST_S = 60.0
 """Seconds of the cap that may be saved up: a prompt is not cut, so one may take more than a
 second's."""
 _DRAW_BYTES = 8
-_TURNS = b"turns"
 
 
 class Draw:
@@ -42,15 +40,16 @@ class Draw:
         self._number += 1
         if always:
             return self._number
-        number = self._number.to_bytes(_DRAW_BYTES, "little")
-        drawn = blake2b(number, key=self._seed, digest_size=_DRAW_BYTES).digest()
-        if int.from_bytes(drawn, "little") >= self._below:
+        if int.from_bytes(self._drawn(self._number), "little") >= self._below:
             return None
         return self._number if self._budget.take(now, num_tokens) else None
 
     def turns(self, hit: int, num_chunks: int) -> list[int]:
         """The turn of each of a hit's chunks, where not all of them find a place: another order
         for each hit, so that no chunk is left out of all. Cost: 1 us each."""
-        number = hit.to_bytes(_DRAW_BYTES, "little")
-        drawn = blake2b(number, key=self._seed, digest_size=_DRAW_BYTES, person=_TURNS).digest()
-        return Random(drawn).sample(range(num_chunks), num_chunks)
+        order = sorted(range(num_chunks), key=lambda chunk: self._drawn(hit, chunk))
+        return [turn for _, turn in sorted(zip(order, range(num_chunks), strict=True))]
+
+    def _drawn(self, *numbers: int) -> bytes:
+        text = b"".join(number.to_bytes(_DRAW_BYTES, "little") for number in numbers)
+        return blake2b(text, key=self._seed, digest_size=_DRAW_BYTES).digest()

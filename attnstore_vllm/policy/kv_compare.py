@@ -39,8 +39,8 @@ BOUND: Final = 0.5
 STATE_BOUND: Final = 1.1
 """The same of states, which are summed up otherwise where steps of a prompt end elsewhere."""
 FLOOR: Final = 0.01
-"""Of squares, as the next one."""
 BLOCK_FLOOR: Final = 0.1
+"""Both are parts of sums of squares."""
 NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Types of KV whose distance is known."""
 KEY, VALUE = "K", "V"

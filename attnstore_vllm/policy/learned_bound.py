@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from attnstore_vllm.policy.kv_compare import BOUND
 
 VERSION: Final = 2
-"""Of what as_json() writes. A distance was another one before."""
+"""The form that as_json() writes. A distance was another one before."""
 PAIRS: Final = 32
 """Chunks that are to be seen first ..."""
 HITS: Final = 8
@@ -45,7 +45,7 @@ class Far(NamedTuple):
     hit: int = -1
     """-1: of an earlier process, as one without a key."""
     key: bytes = b""
-    """Of the stored chunk."""
+    """The name of the stored chunk."""
 
     def is_of(self, hit: int, key: bytes) -> bool:
         return self.hit == hit or self.key == key

@@ -111,7 +111,7 @@ class AuditedPiece(NamedTuple):
     is_asked: bool
     """Its client has asked for it."""
     turn: int
-    """Its place in the order in which pieces of the hit are compared, if there is no room for all."""
+    """Its place in the order in which pieces of the hit are compared where not all can be."""
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 """Planted faults in what is stored, which an audit of one hit in a hundred finds: the real
 scheduler side and store, with workers of two ranks that compute KV as a small model does.
 
+It is long since a model that computes KV is built here, and each way to go wrong is told by it.
+
 Each fault is one that was served somewhere once: it is in all that is stored, as such faults are.
 Where bits are compared the model gives the same ones each time; else each computation rounds.
 """
