@@ -116,6 +116,6 @@ def _bound_from(said: object) -> LearnedBound | None:
 
 
 def as_json(bounds: list[LearnedBound]) -> dict[str, Any]:
-    """What bounds_from() reads. Which chunks they were of is not in it."""
+    """A value for bounds_from(). Which chunks they were of is not in it."""
     groups = [[one.pairs, [far.distance for far in one.farthest]] for one in bounds]
     return {"version": VERSION, "groups": groups}
