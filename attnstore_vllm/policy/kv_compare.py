@@ -12,8 +12,8 @@ layer, a head and a block,
 The largest one counts: over all blocks one wrong block of sixteen would be a third of that.
 
 A head of next to no weight counts as one of FLOOR of its layer's mean, and a block as one of
-BLOCK_FLOOR of its head's: rounding beside large ones makes no distance. Where one of the two is all
-zeros these are all that is under the line, so it is far.
+BLOCK_FLOOR of its head's: rounding beside large ones makes no distance. A head that is all zeros in
+one of the two is infinitely far from another, but for one that is next to nothing (ZERO_FLOOR).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ STATE_BOUND: Final = 1.1
 """The same of states, which are summed up otherwise where steps of a prompt end elsewhere."""
 FLOOR: Final = 0.01
 BLOCK_FLOOR: Final = 0.1
-"""Both are parts of sums of squares."""
+ZERO_FLOOR: Final = 1e-4
+"""All three are parts of sums of squares."""
 NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Types of KV whose distance is known."""
 KEY, VALUE = "K", "V"
@@ -238,6 +239,9 @@ def distances_of(apart: Any, one: Any, other: Any) -> npt.NDArray[np.float64]:
         of_numbers = np.where(np.isfinite(size), size, 0.0)
         least = np.maximum(BLOCK_FLOOR * of_numbers.mean(axis=0), FLOOR * of_numbers.mean())
         found: npt.NDArray[np.float64] = np.sqrt(apart / np.maximum(np.sqrt(one * other), least))
+    is_lost = (one.sum(axis=0) == 0) != (other.sum(axis=0) == 0)
+    is_lost &= of_numbers.mean(axis=0) > ZERO_FLOOR * of_numbers.mean()
+    found[:, is_lost] = math.inf
     found[(apart == 0) | ~(np.isfinite(one) | np.isfinite(other))] = 0.0
     return np.nan_to_num(found, nan=math.inf, posinf=math.inf)
 

@@ -260,6 +260,19 @@ def test_distances() -> None:
     assert distances_of(81 * one, one, 100 * one) == pytest.approx(9 / math.sqrt(10))
 
 
+def test_a_head_of_zeros_is_none_of_little_weight() -> None:
+    """It would count as one of FLOOR, and then as near; but not what may be nothing."""
+    one = np.array([[0.001, 1.0], [0.001, 1.0]])
+    lost = one * [0, 1]
+    apart = one - lost
+    for found in (distances_of(apart, one, lost), distances_of(apart, lost, one)):
+        assert found.tolist() == [[math.inf, 0], [math.inf, 0]]
+    one[:, 0] = 1e-5
+    assert distances_of(one - lost, one, lost)[0, 0] < BOUND, "as of a number that underflows"
+    lost = one * [[0], [1]]
+    assert distances_of(one - lost, one, lost)[0, 0] < BOUND, "of one block alone"
+
+
 def test_numbers_of_no_side_count_for_none() -> None:
     """Those between two sides, before the first and behind the last."""
     places = np.arange(5, 5 + 2 * 3 * 4).reshape(3, 2, 4)
