@@ -40,8 +40,16 @@ class Draw:
         self._number += 1
         if always:
             return self._number
-        number = self._number.to_bytes(_DRAW_BYTES, "little")
-        drawn = blake2b(number, key=self._seed, digest_size=_DRAW_BYTES).digest()
-        if int.from_bytes(drawn, "little") >= self._below:
+        if int.from_bytes(self._drawn(self._number), "little") >= self._below:
             return None
         return self._number if self._budget.take(now, num_tokens) else None
+
+    def turns(self, hit: int, num_chunks: int) -> list[int]:
+        """The turn of each of a hit's chunks, where not all of them find a place: another order
+        for each hit, so that no chunk is left out of all. Cost: 1 us each."""
+        order = sorted(range(num_chunks), key=lambda chunk: self._drawn(hit, chunk))
+        return [turn for _, turn in sorted(zip(order, range(num_chunks), strict=True))]
+
+    def _drawn(self, *numbers: int) -> bytes:
+        text = b"".join(number.to_bytes(_DRAW_BYTES, "little") for number in numbers)
+        return blake2b(text, key=self._seed, digest_size=_DRAW_BYTES).digest()

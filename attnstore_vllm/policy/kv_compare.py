@@ -3,13 +3,17 @@
 
 Bit for bit where a computation gives the same bits however its batch is made up. Elsewhere rounding
 differs from batch to batch, and the *distance* counts: of each side (K, V, a latent, a state), a
-layer and a head,
+layer, a head and a block,
 
-    |stored - computed| / max(|stored|, |computed|)        the root of the sums of squares, over
-                                                           all tokens that are compared
+    |stored - computed| / sqrt(|stored| |computed|)        the root of the sums of squares, over
+                                                           the block's tokens
 
-0: they are equal; 1.4: they have nothing to do with each other. A head of next to no weight counts
-as one of FLOOR of its layer's mean, so that rounding beside large heads makes no distance.
+0: they are equal; 1.4: they have nothing to do with each other; 2.8: one is ten times the other.
+The largest one counts: over all blocks one wrong block of sixteen would be a third of that.
+
+A head of next to no weight counts as one of FLOOR of its layer's mean, and a block as one of
+BLOCK_FLOOR of its head's: rounding beside large ones makes no distance. A head that is all zeros in
+one of the two is infinitely far from another, but for one that is next to nothing (ZERO_FLOOR).
 """
 
 from __future__ import annotations
@@ -32,9 +36,12 @@ _Floats = npt.NDArray[np.float32]
 
 BOUND: Final = 0.5
 """The distance up to which a difference may be rounding in any model (learned_bound.py)."""
-STATE_BOUND: Final = 1.0
+STATE_BOUND: Final = 1.1
 """The same of states, which are summed up otherwise where steps of a prompt end elsewhere."""
 FLOOR: Final = 0.01
+BLOCK_FLOOR: Final = 0.1
+ZERO_FLOOR: Final = 1e-4
+"""All three are parts of sums of squares."""
 NUMBER_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Types of KV whose distance is known."""
 KEY, VALUE = "K", "V"
@@ -107,6 +114,10 @@ class Comparison:
     ) -> None:
         self.units = tuple(units)
         self.sides = None if sides is None else tuple(sides)
+        self._heads = {
+            dtype: _Heads([side for side in self.sides or () if side.dtype == dtype])
+            for dtype in {side.dtype for side in self.sides or ()}
+        }
         self.content_bytes = content_bytes
         self.most = most
         self.largest = 0.0
@@ -160,8 +171,8 @@ class Comparison:
             return Difference(unit.rank, unit.layer, "", -1, math.inf)
         worst: Difference | None = None
         for side, distances in zip(self.sides, self.distances(one, other), strict=True):
-            head = int(np.argmax(distances))
-            distance = float(distances[head])
+            head = int(np.argmax(distances)) % distances.shape[1]
+            distance = float(distances.max())
             if distance <= bound:
                 self.largest = max(self.largest, distance)
             elif worst is None or distance > worst.distance:
@@ -169,31 +180,68 @@ class Comparison:
         return worst
 
     def distances(self, one: Bytes, other: Bytes) -> Iterator[npt.NDArray[np.float64]]:
-        """[heads] of each side."""
-        sums: dict[str, list[Any]] = {}
+        """[blocks, heads] of each side."""
+        sums: dict[str, list[npt.NDArray[np.float64]]] = {}
         for side in self.sides or ():
+            heads = self._heads[side.dtype]
             if side.dtype not in sums:
                 x, y = (floats_of(part, side.dtype) for part in (one, other))
                 with np.errstate(over="ignore", invalid="ignore"):
-                    # Over blocks first, so that places are looked up once and not for each block.
-                    squares = [np.square(part) for part in (x - y, x, y)]
-                    sums[side.dtype] = [part.sum(axis=0, dtype=np.float64) for part in squares]
-            parts = sums[side.dtype]
-            yield distances_of(*(part[side.places].sum(axis=(0, 2)) for part in parts))
+                    sums[side.dtype] = [heads.sums(np.square(part)) for part in (x - y, x, y)]
+            yield distances_of(*(part[:, heads.of[side.name]] for part in sums[side.dtype]))
+
+
+class _Heads:
+    """The heads of all sides of one type, by where their numbers are in a page: runs that follow
+    each other are summed in one pass, and no number is looked up by itself.
+
+    Args:
+        sides: at least one. No number is of two.
+    """
+
+    def __init__(self, sides: Sequence[Side]) -> None:
+        self._size = 1 + max(int(side.places.max()) for side in sides)
+        self.of: dict[str, slice] = {}
+        """The heads of a side."""
+        head_of, count = np.full(self._size, -1), 0
+        for side in sides:
+            heads = np.arange(count, count + side.places.shape[1])
+            head_of[side.places] = heads[:, None]
+            self.of[side.name] = slice(count, count + len(heads))
+            count += len(heads)
+        self._starts = np.flatnonzero(np.diff(head_of, prepend=-2))
+        of_run = head_of[self._starts]
+        self._order = np.argsort(of_run, kind="stable")[np.count_nonzero(of_run < 0) :]
+        self._firsts = np.searchsorted(of_run[self._order], np.arange(count))
+
+    def sums(self, numbers: _Floats) -> npt.NDArray[np.float64]:
+        """[blocks, heads].
+
+        Args:
+            numbers: [blocks, numbers of a page].
+        """
+        of_runs = np.add.reduceat(numbers[:, : self._size], self._starts, axis=1)
+        found: npt.NDArray[np.float64] = np.add.reduceat(
+            of_runs[:, self._order], self._firsts, axis=1, dtype=np.float64
+        )
+        return found
 
 
 def distances_of(apart: Any, one: Any, other: Any) -> npt.NDArray[np.float64]:
-    """[heads]. What is no number is infinitely far, but not from what is none either: a model may
-    compute such, and for which prompts it does is for clients to find.
+    """[blocks, heads]. What is no number is infinitely far, but not from what is none either: a
+    model may compute such, and for which prompts it does is for clients to find.
 
     Args:
-        apart, one, other: [heads] sums of squares, of the differences and of the two.
+        apart, one, other: [blocks, heads] sums of squares, of the differences and of the two.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         size = np.maximum(one, other)
         of_numbers = np.where(np.isfinite(size), size, 0.0)
-        size = np.maximum(size, FLOOR * of_numbers.mean())
-        found: npt.NDArray[np.float64] = np.sqrt(apart / size)
+        least = np.maximum(BLOCK_FLOOR * of_numbers.mean(axis=0), FLOOR * of_numbers.mean())
+        found: npt.NDArray[np.float64] = np.sqrt(apart / np.maximum(np.sqrt(one * other), least))
+    is_lost = (one.sum(axis=0) == 0) != (other.sum(axis=0) == 0)
+    is_lost &= of_numbers.mean(axis=0) > ZERO_FLOOR * of_numbers.mean()
+    found[:, is_lost] = math.inf
     found[(apart == 0) | ~(np.isfinite(one) | np.isfinite(other))] = 0.0
     return np.nan_to_num(found, nan=math.inf, posinf=math.inf)
 

@@ -4,19 +4,32 @@
 Rounding is what pairs show of which one process computed both. How large it is depends on the
 model, its types and the batches that come, so it is not known before. Until enough pairs were seen
 the bound is that of a model which is not known (kv_compare.BOUND), and it never is wider.
+
+Wrong KV that passes as rounding must not widen it, since that lets more of it pass. Rounding comes
+in most hits, and wrong KV in few: so the farthest pair counts for no more than twice the third of
+them, and these three are of other hits and other chunks. A bound is wider only when three hits have
+shown it, be it the first ones or later.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from attnstore_vllm.policy.kv_compare import BOUND
 
+VERSION: Final = 2
+"""The form that as_json() writes. A distance was another one before."""
 PAIRS: Final = 32
-"""Chunks that are to be seen first."""
+"""Chunks that are to be seen first ..."""
+HITS: Final = 8
+"""... in so many hits. The farthest chunk of each of so many is remembered."""
+SHOWN: Final = 3
+"""So many hits are to show a distance."""
+TIMES: Final = 2
+"""The farthest one counts for so much of that at most."""
 FACTOR: Final = 8
-"""The bound over the largest distance that was seen. Another start may compile the model otherwise,
+"""The bound over the largest distance that counts. Another start may compile the model otherwise,
 and a crowd that has not come yet may round more."""
 LEAST: Final = 0.1
 """No bound is smaller. bfloat16 rounds by 0.004, many times on the way through a model."""
@@ -25,43 +38,84 @@ STEP: Final = 0.05
 """Bounds differ by so much, so that few are ever new."""
 
 
+class Far(NamedTuple):
+    """A pair that is far apart, for rounding."""
+
+    distance: float
+    hit: int = -1
+    """-1: of an earlier process, as one without a key."""
+    key: bytes = b""
+    """The name of the stored chunk."""
+
+    def is_of(self, hit: int, key: bytes) -> bool:
+        return self.hit == hit or self.key == key
+
+
 class LearnedBound(NamedTuple):
     """The bound of one KV cache group."""
 
     pairs: int = 0
-    largest: float = 0.0
-    """The largest distance of these pairs."""
+    farthest: tuple[Far, ...] = ()
+    """Farthest first, HITS at most, of other hits and chunks each."""
+
+    @property
+    def rounding(self) -> float:
+        """The distance that rounding is taken to make."""
+        if len(self.farthest) < SHOWN:
+            return 0.0
+        return min(self.farthest[0].distance, TIMES * self.farthest[SHOWN - 1].distance)
 
     @property
     def value(self) -> float:
-        if self.pairs < PAIRS:
+        if self.pairs < PAIRS or len(self.farthest) < HITS:
             return BOUND
-        steps = math.ceil(FACTOR * self.largest / STEP - 1e-9)
+        steps = math.ceil(FACTOR * self.rounding / STEP - 1e-9)
         return min(BOUND, max(LEAST, round(steps * STEP, 9)))
 
-    def and_one(self, distance: float, *, is_new: bool = True) -> LearnedBound:
+    def and_one(
+        self, distance: float, hit: int, key: bytes, *, is_new: bool = True
+    ) -> LearnedBound:
         """With one more pair, that agreed.
 
         Args:
+            hit: that it is of. A hit has many chunks, which may be wrong together.
+            key: of the stored chunk. Many hits may have it, as one behind a system prompt.
             is_new: of a chunk that was not seen yet: PAIRS of one would say nothing of others.
         """
-        return LearnedBound(self.pairs + is_new, max(self.largest, distance))
+        known = self.farthest
+        place = next((at for at, one in enumerate(known) if one.is_of(hit, key)), len(known))
+        if place == HITS:  # of none of them: in place of the nearest
+            place -= 1
+        if place == len(known) or distance > known[place].distance:
+            kept = [*known[:place], *known[place + 1 :], Far(distance, hit, key)]
+            known = tuple(sorted(kept, key=lambda one: -one.distance))
+        return LearnedBound(self.pairs + is_new, known)
 
 
 def bounds_from(found: object, num_groups: int) -> list[LearnedBound]:
     """Bounds that as_json() wrote. Of anything else nothing is known."""
-    known = found if isinstance(found, list) and len(found) == num_groups else []
-    bounds = []
-    for item in known:
-        match item:
-            case [int(pairs), (int() | float()) as largest] if (
-                0 <= pairs < PAIRS_MAX and 0 <= largest <= BOUND
-            ):
-                bounds.append(LearnedBound(pairs, float(largest)))
-            case _:
-                return [LearnedBound()] * num_groups
-    return bounds or [LearnedBound()] * num_groups
+    match found:
+        case {"version": version, "groups": [*groups]} if (
+            version == VERSION and len(groups) == num_groups
+        ):
+            bounds = [_bound_from(one) for one in groups]
+        case _:
+            bounds = []
+    known = [one for one in bounds if one is not None]
+    return known if len(known) == num_groups else [LearnedBound()] * num_groups
 
 
-def as_json(bounds: list[LearnedBound]) -> list[list[float]]:
-    return [[one.pairs, one.largest] for one in bounds]
+def _bound_from(said: object) -> LearnedBound | None:
+    match said:
+        case [int(pairs), [*distances]] if 0 <= pairs < PAIRS_MAX and len(distances) <= HITS:
+            numbers = [one for one in distances if isinstance(one, int | float)]
+            if len(numbers) == len(distances) and all(0 <= one <= BOUND for one in numbers):
+                farthest = sorted(map(float, numbers), reverse=True)
+                return LearnedBound(pairs, tuple(map(Far, farthest)))
+    return None
+
+
+def as_json(bounds: list[LearnedBound]) -> dict[str, Any]:
+    """A value for bounds_from(). Which chunks they were of is not in it."""
+    groups = [[one.pairs, [far.distance for far in one.farthest]] for one in bounds]
+    return {"version": VERSION, "groups": groups}

@@ -7,6 +7,10 @@ compared there (store/auditor.py). So is what other KV cache groups have of it: 
 recurrent group the state, where a step ends just there. KV that was moved, or
 that a codec changed, is never drawn: it is not what the model computes, and says so.
 
+A long hit has more chunks than there are places for copies. Each has a turn, by chance: one takes
+a place only if those of the hit that are still to come with an earlier turn find one, too. In the
+order of the prompt its end would never be compared.
+
 What a tier brings up is on trial until some of it has agreed (store/trial.py): such a hit is
 offered as none in any case, and drawn if it can be compared.
 """
@@ -14,6 +18,7 @@ offered as none in any case, and drawn if it can be compared.
 from __future__ import annotations
 
 import secrets
+from bisect import bisect
 from collections.abc import Sequence
 
 from attnstore_vllm.config.audit import AuditConfig
@@ -90,9 +95,12 @@ class Audits:
             hit = self.draw.take(num_tokens, self._clock(), always=always)
             if hit is not None:
                 drawn = [p for p in held if audit.compares(p.group) and self._has_block(p)]
+                turns = self.draw.turns(hit, len(drawn))
                 state.audited = tuple(
-                    AuditedPiece(hit, p.chunk, p.chunk.dram, p.start, p.stop, p.group, is_asked)
-                    for p in drawn
+                    AuditedPiece(
+                        hit, p.chunk, p.chunk.dram, p.start, p.stop, p.group, is_asked, turn
+                    )
+                    for p, turn in zip(drawn, turns, strict=True)
                 )
         if is_untried and is_new:
             audit.put_off(pieces, drawn)
@@ -106,20 +114,20 @@ class Audits:
         """
         lasting: list[tuple[Chunk, tuple[ChunkCopy, ...]]] = []
         fleeting: list[tuple[Chunk, tuple[ChunkCopy, ...]]] = []
-        for piece in state.audited:
-            if piece.stop > computed:
-                continue
+        come = sorted((p for p in state.audited if p.stop <= computed), key=lambda p: p.turn)
+        state.audited = tuple(piece for piece in state.audited if piece.stop > computed)
+        to_come = sorted(piece.turn for piece in state.audited)
+        for piece in come:
             runs = self._runs(piece, state.computing.first, computed, tables[piece.group])
             blocks = [range(at, at + len(block_ids)) for at, block_ids in runs]
-            hit, chunk, is_asked = piece.hit, piece.chunk, piece.is_asked
             copy = self._store.begin_audit(
-                hit, chunk, piece.was, blocks, piece.group, is_asked=is_asked
-            )
+                piece.hit, piece.chunk, piece.was, blocks, piece.group,
+                is_asked=piece.is_asked, leaves=bisect(to_come, piece.turn),
+            )  # fmt: skip
             if copy is not None:
                 copies = [ChunkCopy(copy.dram.slot, at, block_ids) for at, block_ids in runs]
                 kept = fleeting if piece.group in self._leaves else lasting
                 kept.append((copy, tuple(copies)))
-        state.audited = tuple(piece for piece in state.audited if piece.stop > computed)
         request = state.request
         name, lora, adapter = request.request_id, request.lora_request, state.adapter
         self._plans.save(name, lasting, lora, adapter)

@@ -110,6 +110,8 @@ class AuditedPiece(NamedTuple):
     """See Piece."""
     is_asked: bool
     """Its client has asked for it."""
+    turn: int
+    """Its place in the order in which pieces of the hit are compared where not all can be."""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ class AuditedBounds:
     def of(self, group: int) -> float:
         return self._bounds[group].value if self._learns else self._most[group]
 
-    def note(self, group: int, key: Key, distance: float) -> None:
+    def note(self, group: int, hit: int, key: Key, distance: float) -> None:
         """A pair of which this process has computed both agreed. A few of all calls write a file:
         each changes a bound, and there are ten of them."""
         if not self._learns:
@@ -44,7 +44,7 @@ class AuditedBounds:
         is_new = key not in seen
         if len(seen) < PAIRS:
             seen.add(key)
-        self._bounds[group] = self._bounds[group].and_one(distance, is_new=is_new)
+        self._bounds[group] = self._bounds[group].and_one(distance, hit, key, is_new=is_new)
         if self.of(group) != before:
             with suppress(OSError):  # as on a full disk: the next start learns it anew
                 self._aside.learn(self._namespace, as_json(self._bounds))

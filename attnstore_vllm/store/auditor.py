@@ -173,6 +173,7 @@ class Auditor:
         group: int,
         *,
         is_asked: bool = False,
+        leaves: int = 0,
     ) -> Chunk | None:
         """Locked. A chunk whose slot the workers fill with what was computed; None: it is not
         compared.
@@ -183,6 +184,7 @@ class Auditor:
             blocks: of the slot, that are copied; none: they could not be had.
             group: that it is of.
             is_asked: a client asks for it.
+            leaves: so many places, for others of its hit that are to come.
         """
         copy: Chunk | None = None
         tier = stored.brought_by
@@ -190,9 +192,10 @@ class Auditor:
         is_tried = self.trial.is_for(tier, group)
         is_known = self.trial.has_agreed(tier, group, stored.name.key)
         if blocks and is_there and not (is_known or self.is_stopped):
-            if self._has_place(is_tried=is_tried, is_asked=is_asked):
+            places = self._num_places(is_tried=is_tried, is_asked=is_asked)
+            if places > leaves:
                 copy = self._begin_copy(stored)
-            if copy is None:
+            if copy is None and not 0 < places <= leaves:
                 self.trial.had_no_place(tier, hit)
         if copy is None:
             self.context.residency.counts[Event.NOT_COMPARED] += 1
@@ -200,18 +203,21 @@ class Auditor:
         self._copying[copy] = _Pair(hit, stored, copy, group, blocks, is_tried, is_asked)
         return copy
 
-    def _has_place(self, *, is_tried: bool, is_asked: bool) -> bool:
-        """Locked. Whether there may be one more copy. Cost: a look at each that there is."""
+    def _num_places(self, *, is_tried: bool, is_asked: bool) -> int:
+        """Locked. How many more copies there may be. Cost: a look at each that there is."""
         slots = self.context.residency.dram.num_slots
         most = min(COPIES_MAX, max(1, slots // COPIES_PART))
         pairs = (*self._copying.values(), *self._waiting)
-        if is_tried or len(pairs) >= most:
-            return len(pairs) < most
+        free = most - len(pairs)
+        if is_tried:
+            return free
         others = [pair for pair in pairs if not pair.is_tried]
         of_others = most // SHARE if self.trial.is_held else most
-        if is_asked and sum(pair.is_asked for pair in others) >= max(1, of_others // SHARE):
-            return False
-        return len(others) < of_others
+        free = min(free, of_others - len(others))
+        if is_asked:
+            asked = sum(pair.is_asked for pair in others)
+            free = min(free, max(1, of_others // SHARE) - asked)
+        return free
 
     def _begin_copy(self, stored: Chunk) -> Chunk | None:
         """Locked. None: there is no room. Both are held: the copy twice, by the workers and by us.
@@ -378,7 +384,8 @@ class Auditor:
         comparison = self._comparison(pair)
         is_of_others = pair.stored.brought_by or pair.stored.origin
         if comparison.sides is not None and not (pair.is_void or is_of_others):
-            self._bounds.note(pair.group, pair.stored.name.key, comparison.largest)
+            key = pair.stored.name.key
+            self._bounds.note(pair.group, pair.hit, key, comparison.largest)
 
     def _tell(self, pair: _Pair, found: Difference) -> None:
         """Say it, and keep the bytes. The slots are held."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from attnstore_vllm.config.settings import StoreConfig, TruncationConfig
 from attnstore_vllm.engine_facts import EngineFacts
@@ -519,7 +520,7 @@ class Store:
                 self.residency.pinning.pin(kept, until, now)
 
     def begin_audit(
-        self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int = 0, **how: bool
+        self, hit: int, stored: Chunk, was: InTier, blocks: Blocks, group: int = 0, **how: Any
     ) -> Chunk | None:
         """See Auditor.begin. finish_saves() ends it, after drop() if the copy is none."""
         assert self.audit is not None

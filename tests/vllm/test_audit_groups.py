@@ -21,6 +21,11 @@ from tests.vllm.stored import events
 from tests.vllm.test_pipeline import TWO_STAGES
 
 EVERY_HIT = {"audit": {"rate": 1, "tokens": 1_000_000, "stop_after": 1000, "keep": "off"}}
+SIGNS, ZEROS, EIGHT_TIMES = DAMAGES = ("other signs", "zeros", "eight times")
+EXPONENTS: dict[str, Any] = {
+    "bfloat16": (np.uint16, 7), "float16": (np.uint16, 10), "float32": (np.uint32, 23),
+}  # fmt: skip
+"""The number of a type as bits, and where its exponent begins."""
 OUTCOMES = (Event.AGREED.value, Event.DIFFERED.value, Event.NOT_COMPARED.value)
 PROMPT = 1_700
 CASES = [
@@ -64,13 +69,30 @@ def chunks_of(engine: Engine, prompt: list[int]) -> dict[int, list[Any]]:
     return found
 
 
-def asks_twice(engine: Engine, name: str, damaged: int | None = None) -> dict[str, Any]:
+def damage(pages: Any, sides: Any, page_bytes: int, how: str) -> None:
+    """All numbers of these pages."""
+    if how == ZEROS:
+        pages[:] = 0
+    elif how == SIGNS:
+        words = pages[: len(pages) // 4 * 4].view(np.uint32)
+        words ^= np.uint32(1 << 31 | 1 << 15)
+    else:
+        for side in sides:
+            kind, exponent = EXPONENTS[side.dtype]
+            for page in pages.reshape(-1, page_bytes):
+                page[: page_bytes // 4 * 4].view(kind)[side.places] += kind(3 << exponent)
+
+
+def asks_twice(
+    engine: Engine, name: str, damaged: int | None = None, how: str = SIGNS
+) -> dict[str, Any]:
     """The same prompt again, with HBM emptied: what it was spared, and what was found since.
 
     Args:
-        damaged: the group whose last stored chunk, in its last layer and rank, is another's then.
+        damaged: the group whose last stored chunk is another then, in its last layer and rank.
+        how: one of DAMAGES.
     """
-    prompt = random_tokens(("audited", name, damaged), PROMPT)
+    prompt = random_tokens(("audited", name, damaged, how), PROMPT)
     engine.ask(prompt, max_tokens=2)
     engine.settle()
     audit: Any = engine.store.audit
@@ -81,8 +103,7 @@ def asks_twice(engine: Engine, name: str, damaged: int | None = None) -> dict[st
         slot = np.frombuffer(audit.context.pool.slot(chunk.dram.slot), np.uint8)
         unit = audit.comparisons[damaged].units[-1]
         whole = slot[unit.at : unit.at + unit.page_bytes * engine.side.geometry.blocks_per_chunk]
-        words = whole[: len(whole) // 4 * 4].view(np.uint32)
-        words ^= np.uint32(1 << 31 | 1 << 15)  # every number's sign
+        damage(whole, audit.comparisons[damaged].sides, unit.page_bytes, how)
     engine.forget_hbm()
     before = events(engine, *OUTCOMES)
     answer = engine.ask(prompt, max_tokens=2)
@@ -104,8 +125,9 @@ def test_what_is_stored_of_all_groups_agrees(engine: EngineHost) -> None:
     assert found["agreed"] >= sum(found["groups"].values()) - 1, "all, but a last partial block"
 
 
-def test_a_fault_in_any_group_is_found(engine: EngineHost) -> None:
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_fault_in_any_group_is_found(engine: EngineHost, how: str) -> None:
     groups = engine.call(asks_twice, "groups")["groups"]
     for group in groups:
-        found = engine.call(asks_twice, "damaged", group)
+        found = engine.call(asks_twice, "damaged", group, how)
         assert found.get("differed") == 1, (group, found)

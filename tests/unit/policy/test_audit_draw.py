@@ -49,3 +49,12 @@ def test_of_a_thousand_hits_one_is_drawn_at_one_in_a_hundred() -> None:
     for number in range(200):
         draw = Draw(0.01, 1e9, b"seed %d" % number)
         assert any(draw.take(100, 0.0) for _ in range(1000))
+
+
+def test_each_chunk_of_a_hit_has_its_turn() -> None:
+    draw, other = Draw(1.0, 1e9, b"a"), Draw(1.0, 1e9, b"b")
+    for num_chunks in (0, 1, 2, 100):
+        assert sorted(draw.turns(1, num_chunks)) == list(range(num_chunks))
+    assert draw.turns(1, 100) == Draw(1.0, 1e9, b"a").turns(1, 100) != other.turns(1, 100)
+    first = [sum(draw.turns(hit, 100)[chunk] < 10 for hit in range(1000)) for chunk in range(100)]
+    assert min(first) > 60 and max(first) < 140, "a tenth of all hits, wherever it is"

@@ -2,7 +2,8 @@
 """What tells wrong KV from rounding: planted faults are found, and rounding alone never is one.
 
 KV as models have it: K has channels far from zero that all tokens share, heads differ in size, and
-one has next to no weight.
+one has next to no weight. A chunk has as many blocks as it usually has on a GPU: one of them is a
+sixteenth of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 from attnstore_vllm.policy.kv_compare import (
     BOUND,
     KEY,
+    STATE_BOUND,
     VALUE,
     Blocks,
     Comparison,
@@ -28,7 +30,7 @@ from attnstore_vllm.policy.kv_compare import (
     floats_of,
 )
 
-RANKS, LAYERS, BLOCKS, TOKENS, HEADS, DIM = 2, 3, 4, 16, 4, 8
+RANKS, LAYERS, BLOCKS, TOKENS, HEADS, DIM = 2, 3, 16, 16, 4, 8
 SHAPE = (RANKS, LAYERS, BLOCKS, 2, HEADS, TOKENS, DIM)
 """Of a slot: a page has K of all heads, then V."""
 Kv = npt.NDArray[np.float32]
@@ -72,11 +74,16 @@ def raw(one: Any, dtype: str) -> memoryview:
 
 
 def look(
-    stored: Kv, computed: Kv, dtype: str = "bfloat16", blocks: Blocks = ALL, bits: bool = False
+    stored: Kv,
+    computed: Kv,
+    dtype: str = "bfloat16",
+    blocks: Blocks = ALL,
+    bits: bool = False,
+    bound: float = BOUND,
 ) -> list[Difference]:
     item = 4 if dtype == "float32" else 2
     found = comparison(item, None if bits else dtype)
-    given = found.look(raw(stored, dtype), raw(computed, dtype), blocks)
+    given = found.look(raw(stored, dtype), raw(computed, dtype), blocks, bound)
     return [difference for difference in given if difference is not None]
 
 
@@ -116,6 +123,24 @@ def one_block_of_another(one: Kv) -> Kv:
     return found
 
 
+def two_blocks_swapped(one: Kv) -> Kv:
+    found = one.copy()
+    found[:, :, 1], found[:, :, 2] = one[:, :, 2], one[:, :, 1]
+    return found
+
+
+def one_block_of_zeros(one: Kv) -> Kv:
+    found = one.copy()
+    found[0, 0, 2] = 0
+    return found
+
+
+def one_block_of_a_head_of_another(one: Kv) -> Kv:
+    found = one.copy()
+    found[1, 1, 5, 1, 1] = kv(99)[1, 1, 5, 1, 1]
+    return found
+
+
 def one_head_of_another(one: Kv) -> Kv:
     found = one.copy()
     found[1, 2, :, :, 1] = kv(99)[1, 2, :, :, 1]
@@ -124,6 +149,20 @@ def one_head_of_another(one: Kv) -> Kv:
 
 def zeros(one: Kv) -> Kv:
     return np.zeros_like(one)
+
+
+def one_head_of_zeros(one: Kv) -> Kv:
+    found = one.copy()
+    found[0, 1, :, 0, 0] = 0
+    return found
+
+
+def ten_times_too_large(one: Kv) -> Kv:
+    return one * 10
+
+
+def ten_times_too_small(one: Kv) -> Kv:
+    return one * np.float32(0.1)
 
 
 def not_a_number(one: Kv) -> Kv:
@@ -135,7 +174,10 @@ def not_a_number(one: Kv) -> Kv:
 FAULTS: list[Callable[[Kv], Kv]] = [
     sides_swapped, a_block_too_far, heads_of_the_other_rank, layer_too_far, another_tenants,
     rotary_table_off, one_block_of_another, one_head_of_another, zeros, not_a_number,
+    two_blocks_swapped, one_block_of_zeros, one_block_of_a_head_of_another, one_head_of_zeros,
+    ten_times_too_large, ten_times_too_small,
 ]  # fmt: skip
+FAR = [zeros, ten_times_too_large, ten_times_too_small, one_head_of_zeros, another_tenants]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -147,12 +189,33 @@ def test_a_fault_is_found_beside_rounding(fault: Callable[[Kv], Kv], dtype: str)
         assert look(fault(right), right, dtype, bits=True)
 
 
+@pytest.mark.parametrize("fault", FAR, ids=lambda fault: fault.__name__)
+def test_it_is_found_of_a_state_too(fault: Callable[[Kv], Kv]) -> None:
+    """Its bound is the widest there is, for all that a state adds up."""
+    right = kv(1)
+    for stored, computed in ((fault(right), right), (right, fault(right))):
+        assert look(stored, computed, bound=STATE_BOUND)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rounding_is_no_fault(dtype: str) -> None:
     """Ten times what bf16 rounds a number by, and more."""
     for seed in range(60):
         right = kv(seed)
         assert look(right, rounded(right, seed + 1000, 0.1), dtype) == []
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-6, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("axes", [(2,), (4,), (2, 4)], ids=["block", "head", "block of a head"])
+def test_rounding_of_what_is_small_is_no_fault(size: float, axes: tuple[int, ...]) -> None:
+    """V of tokens that all others look at is small. It rounds as what it is the difference of."""
+    for seed in range(6):
+        right = kv(seed)
+        at = tuple(1 if axis in axes else slice(None) for axis in range(right.ndim))
+        right[at] *= size
+        noise = np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+        mean = np.sqrt(np.square(right).mean(axis=(2, 5, 6), keepdims=True))
+        assert look(right, right + 0.05 * noise * mean) == []
 
 
 def test_one_bit_is_found_where_bits_are_compared() -> None:
@@ -186,12 +249,52 @@ def test_a_difference_says_where_it_is_most() -> None:
 
 
 def test_distances() -> None:
-    zero, one = np.zeros(2), np.ones(2)
-    assert distances_of(zero, zero, zero).tolist() == [0, 0], "plus and minus zero"
-    assert distances_of(one, one, one).tolist() == [1, 1]
-    assert distances_of(np.array([math.nan, 1.0]), one, one).tolist() == [math.inf, 1]
-    small = distances_of(np.array([1e-8, 1.0]), np.array([1e-8, 100.0]), np.array([1e-8, 100.0]))
-    assert small[0] < BOUND, "a head of next to no weight"
+    zero, one = np.zeros((1, 2)), np.ones((1, 2))
+    assert distances_of(zero, zero, zero).tolist() == [[0, 0]], "plus and minus zero"
+    assert distances_of(one, one, one).tolist() == [[1, 1]]
+    assert distances_of(np.array([[math.nan, 1.0]]), one, one).tolist() == [[math.inf, 1]]
+    small, large = np.array([[1e-8, 1.0]]), np.array([[1e-8, 100.0]])
+    assert distances_of(small, large, large)[0, 0] < BOUND, "a head of next to no weight"
+    found = distances_of(small.T, large.T, large.T)
+    assert found[0, 0] < BOUND, "a block of next to no weight"
+    assert distances_of(81 * one, one, 100 * one) == pytest.approx(9 / math.sqrt(10))
+
+
+def test_a_head_of_zeros_is_none_of_little_weight() -> None:
+    """It would count as one of FLOOR, and then as near; but not what may be nothing."""
+    one = np.array([[0.001, 1.0], [0.001, 1.0]])
+    lost = one * [0, 1]
+    apart = one - lost
+    for found in (distances_of(apart, one, lost), distances_of(apart, lost, one)):
+        assert found.tolist() == [[math.inf, 0], [math.inf, 0]]
+    one[:, 0] = 1e-5
+    assert distances_of(one - lost, one, lost)[0, 0] < BOUND, "as of a number that underflows"
+    lost = one * [[0], [1]]
+    assert distances_of(one - lost, one, lost)[0, 0] < BOUND, "of one block alone"
+
+
+def test_numbers_of_no_side_count_for_none() -> None:
+    """Those between two sides, before the first and behind the last."""
+    places = np.arange(5, 5 + 2 * 3 * 4).reshape(3, 2, 4)
+    sides = [Side(KEY, "float32", places), Side(VALUE, "float32", places + 30)]
+    numbers = 70
+    found = Comparison([Unit(0, 0, 0, numbers * 4)], sides)
+    inside = np.concatenate([side.places.ravel() for side in sides])
+    chance = np.random.default_rng(1)
+    right = chance.standard_normal((2, numbers)).astype(np.float32)
+    other = chance.standard_normal((2, numbers)).astype(np.float32)
+    other[:, inside] = right[:, inside]
+
+    def compared() -> Difference | None:
+        stored, computed = (memoryview(one.tobytes()) for one in (right, other))
+        (difference,) = found.look(stored, computed, [range(2)])
+        return difference
+
+    assert compared() is None
+    other[1, places[:, 1] + 30] *= -1
+    difference = compared()
+    assert difference is not None
+    assert (difference.side, difference.head, difference.distance) == (VALUE, 1, 2.0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

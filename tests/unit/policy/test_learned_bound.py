@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds that are learned from rounding: never wider than the usual one, and slow to trust."""
+"""Bounds that are learned from rounding: never wider than the usual one, and slow to trust. Wrong
+KV that passes as rounding teaches next to nothing."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import count
 from math import inf, nan
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -14,19 +17,31 @@ from hypothesis import strategies as st
 from attnstore_vllm.policy.kv_compare import BOUND
 from attnstore_vllm.policy.learned_bound import (
     FACTOR,
+    HITS,
     LEAST,
     PAIRS,
+    SHOWN,
+    STEP,
+    TIMES,
+    VERSION,
     LearnedBound,
     as_json,
     bounds_from,
 )
 
+USUAL = [0.01] * PAIRS
+WRONG = 0.45
+"""It passes at first."""
 
-def learned(distances: Iterable[float]) -> LearnedBound:
-    bound = LearnedBound()
-    for distance in distances:
-        bound = bound.and_one(distance)
-    return bound
+
+NOTHING = LearnedBound()
+
+
+def learned(distances: Iterable[float], begun: LearnedBound = NOTHING) -> LearnedBound:
+    """Each of a hit and a chunk of its own."""
+    for number, distance in zip(count(begun.pairs), distances, strict=False):
+        begun = begun.and_one(distance, number, b"%d" % number)
+    return begun
 
 
 @pytest.mark.parametrize(
@@ -35,9 +50,12 @@ def learned(distances: Iterable[float]) -> LearnedBound:
         ([0.0] * (PAIRS - 1), BOUND),
         ([0.0] * PAIRS, LEAST),
         ([0.01] * PAIRS, LEAST),
-        ([*[0.0] * PAIRS, 0.02], 0.2),
-        ([*[0.0] * PAIRS, 0.026], 0.25),
-        ([*[0.0] * PAIRS, 0.2], BOUND),
+        ([*[0.0] * PAIRS, 0.02], LEAST),
+        ([*[0.0] * PAIRS, 0.02, 0.02], LEAST),
+        ([*[0.0] * PAIRS, 0.02, 0.02, 0.02], 0.2),
+        ([*[0.02] * PAIRS, 0.026], 0.25),
+        ([*[0.02] * PAIRS, 0.3], 0.35),
+        ([*[0.0] * PAIRS, 0.2, 0.2, 0.2], BOUND),
     ],
 )
 def test_the_bound(seen: list[float], value: float) -> None:
@@ -45,26 +63,88 @@ def test_the_bound(seen: list[float], value: float) -> None:
 
 
 @given(st.lists(st.floats(0.0, BOUND), max_size=100))
-def test_what_was_seen_is_far_within_it(distances: list[float]) -> None:
+def test_what_three_hits_have_shown_is_far_within_it(distances: list[float]) -> None:
     bound = learned(distances)
     assert LEAST <= bound.value <= BOUND
-    assert all(FACTOR * one <= bound.value + 1e-6 or bound.value == BOUND for one in distances)
+    shown = sorted(distances)[: 1 - SHOWN]
+    assert all(FACTOR * one <= bound.value + 1e-6 or bound.value == BOUND for one in shown)
+
+
+@given(st.permutations([0.011, 0.017, 0.02, *USUAL]))
+def test_all_of_rounding_is_far_within_it(distances: list[float]) -> None:
+    assert learned(distances).value >= FACTOR * max(distances)
+
+
+@pytest.mark.parametrize("at", [0, 10, PAIRS - 1, PAIRS])
+@pytest.mark.parametrize("of", ["one chunk", "one hit", "two hits"])
+def test_wrong_kv_that_passes_teaches_next_to_nothing(at: int, of: str) -> None:
+    """Be it a chunk that many hits have, or a hit with many chunks; early or late."""
+    bound = learned(USUAL[:at])
+    for number in range(2 if of == "two hits" else 20):
+        hit = 1000 if of == "one hit" else 1000 + number
+        key = b"wrong" if of == "one chunk" else b"wrong %d" % number
+        bound = bound.and_one(WRONG, hit, key, is_new=of != "one chunk" or not number)
+    bound = learned(USUAL, bound)
+    assert bound.value <= FACTOR * TIMES * 0.01 + STEP < WRONG
+    again = bounds_from(json.loads(json.dumps(as_json([bound]))), 1)
+    assert learned(USUAL, *again).value == bound.value, "nor at the next start"
+
+
+def test_what_rounding_shows_again_and_again_does_widen_it() -> None:
+    """As a crowd does that has not come before."""
+    bound = learned(USUAL)
+    assert bound.value == LEAST
+    assert learned([0.05] * SHOWN, bound).value == pytest.approx(0.4)
+
+
+def test_few_hits_are_not_enough_though_they_have_many_chunks() -> None:
+    bound = LearnedBound()
+    for number in range(4 * PAIRS):
+        bound = bound.and_one(0.001, number % (HITS - 1), b"%d" % number)
+    assert bound.value == BOUND
+    assert bound.and_one(0.001, HITS, b"another").value == LEAST
+
+
+def test_it_never_gets_narrower_once_it_is_learned() -> None:
+    chance = Random(1)
+    bound = learned(USUAL)
+    for _ in range(3000):
+        before = bound.value
+        hit, key = chance.randrange(30), b"%d" % chance.randrange(30)
+        bound = bound.and_one(chance.random() ** 4 * before, hit, key)
+        assert bound.value >= before
+        assert len(bound.farthest) == HITS
 
 
 @given(st.lists(st.lists(st.floats(0.0, BOUND), max_size=40), min_size=1, max_size=4))
 def test_it_is_read_as_it_was_written(groups: list[list[float]]) -> None:
     bounds = [learned(group) for group in groups]
-    assert bounds_from(json.loads(json.dumps(as_json(bounds))), len(bounds)) == bounds
+    found = bounds_from(json.loads(json.dumps(as_json(bounds))), len(bounds))
+    assert [one.value for one in found] == [one.value for one in bounds]
+    assert as_json(found) == as_json(bounds)
+
+
+def test_what_was_written_of_another_distance_is_learned_anew() -> None:
+    """One over all blocks of a chunk, which is smaller: the version before had it."""
+    assert bounds_from([[40, 0.01]], 1) == [LearnedBound()]
+    for version in (1, VERSION + 1):
+        said = {"version": version, "groups": [[40, [0.01] * HITS]]}
+        assert bounds_from(said, 1) == [LearnedBound()]
+
+
+ZEROS = [0.0] * HITS
 
 
 @pytest.mark.parametrize(
-    "found",
+    "groups",
     [
-        None, 7, {}, [], [[40, 0.0]], [[40, 0.0], [40, -0.1]], [[40, 0.0], [40, 0.6]],
-        [[40, 0.0], [-1, 0.0]], [[40, 0.0], [10**5000, 0.0]], [[40, 0.0], [40, nan]],
-        [[40, 0.0], [40, inf]], [[40, 0.0], "40"],
-        [[40, 0.0], [40, 0.0, 1]], [[40, 0.0], [40.5, 0.0]], [[40, 0.0], [40, "0"]],
+        None, 7, {}, [], [[40, ZEROS]], [[40, ZEROS], [40, [-0.1]]], [[40, ZEROS], [40, [0.6]]],
+        [[40, ZEROS], [-1, ZEROS]], [[40, ZEROS], [10**5000, ZEROS]], [[40, ZEROS], [40, [nan]]],
+        [[40, ZEROS], [40, [inf]]], [[40, ZEROS], "40"], [[40, ZEROS], [40, 0.0]],
+        [[40, ZEROS], [40, ZEROS, 1]], [[40, ZEROS], [40.5, ZEROS]], [[40, ZEROS], [40, ["0"]]],
+        [[40, ZEROS], [40, [*ZEROS, 0.0]]], [[40, ZEROS], [40, [10**5000]]],
     ],
 )  # fmt: skip
-def test_anything_else_tells_nothing(found: object) -> None:
-    assert bounds_from(found, 2) == [LearnedBound()] * 2
+def test_anything_else_tells_nothing(groups: object) -> None:
+    for found in (groups, {"version": VERSION, "groups": groups}):
+        assert bounds_from(found, 2) == [LearnedBound()] * 2

@@ -2,6 +2,8 @@
 """Planted faults in what is stored, which an audit of one hit in a hundred finds: the real
 scheduler side and store, with workers of two ranks that compute KV as a small model does.
 
+It is long since a model that computes KV is built here, and each way to go wrong is told by it.
+
 Each fault is one that was served somewhere once: it is in all that is stored, as such faults are.
 Where bits are compared the model gives the same ones each time; else each computation rounds.
 """
@@ -9,6 +11,7 @@ Where bits are compared the model gives the same ones each time; else each compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import pytest
 
 from attnstore_vllm.config.audit import AuditConfig
 from attnstore_vllm.policy.audit_draw import Draw
-from attnstore_vllm.policy.kv_compare import KEY, VALUE, Comparison, Side, Unit
+from attnstore_vllm.policy.kv_compare import KEY, STATE_BOUND, VALUE, Comparison, Side, Unit
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.types import Event
 from tests.helpers import PAYLOAD_BYTES, sequence_of, tokens_of
@@ -53,7 +56,7 @@ DISTANCE = Comparison(
     UNITS, [Side(KEY, "bfloat16", PLACES[0]), Side(VALUE, "bfloat16", PLACES[1])], PAGE
 )
 STATES = Comparison(
-    UNITS, [Side("state 0", "bfloat16", np.arange(PAGE // 2).reshape(1, 2, -1))], PAGE
+    UNITS, [Side("state 0", "bfloat16", np.arange(PAGE // 2).reshape(1, 2, -1))], PAGE, STATE_BOUND
 )
 
 
@@ -166,6 +169,8 @@ class FaultWorld(StepWorld):
         self.computed: dict[str, int] = {}
         self.fault: Fault | None = None
         """What is in place of what a request computes now."""
+        self.states_are: Callable[[Page], Page] | None = None
+        """What is done to a state while there is a fault; None: it is of another length."""
         self.step_tokens = LENGTH + 10 * CHUNK
         self.bits, self.has_states, self.has_windows = bits, states, windows
         self.chance = np.random.default_rng(1)
@@ -212,8 +217,10 @@ class FaultWorld(StepWorld):
     def _page(self, name: str, group: int, block: int) -> Page:
         tokens = self.tokens[name]
         if group and self.has_states:
-            behind = 4 if self.fault is not None else 0
+            is_wrong, done = self.fault is not None, self.states_are
+            behind = 4 if is_wrong and done is None else 0
             found = state_after(tokens[: self.computed[name] - behind])
+            found = done(found) if is_wrong and done is not None else found
         elif self.fault is not None:
             found = self.fault(tokens, block, group)
         else:
@@ -228,7 +235,17 @@ class FaultWorld(StepWorld):
             at = unit.at + place * PAGE
             self.rig.pool.slot(slot)[at : at + PAGE] = found[unit.rank, unit.layer].tobytes()
 
-    def runs(self, name: str, tokens: list[int], fault: Fault | None = None) -> int:
+    @contextmanager
+    def comparing_late(self) -> Iterator[None]:
+        """Nothing is compared before all is copied."""
+        audit: Any = self.store.audit
+        audit.tick = lambda: False
+        yield
+        del audit.tick
+
+    def runs(
+        self, name: str, tokens: list[int], fault: Fault | None = None, *, late: bool = False
+    ) -> int:
         """A request from its coming to the end of all that it leaves; as vLLM does, a step ends
         where it is asked to, and at the prompt's last whole block. Returns what it was offered."""
         self.fault, self.tokens[name] = fault, tokens
@@ -236,6 +253,15 @@ class FaultWorld(StepWorld):
         self.come(request)
         found = self.answer(request)
         self.start(request, found)
+        with self.comparing_late() if late else nullcontext():
+            self._computes(request, tokens, found)
+        self.finish(request)
+        self.end_step()
+        self.rig.until_idle()
+        return found
+
+    def _computes(self, request: Any, tokens: list[int], found: int) -> None:
+        name = request.request_id
         while request.num_computed_tokens < len(tokens):
             at = request.num_computed_tokens
             ends = (getattr(request, "shared_prefix_boundary", 0), (len(tokens) - 1) // 4 * 4)
@@ -247,10 +273,6 @@ class FaultWorld(StepWorld):
             plan = self.side.build_step(output(told if is_new else {}, {} if is_new else told))
             self.report(plan)
             request.num_computed_tokens = stop
-        self.finish(request)
-        self.end_step()
-        self.rig.until_idle()
-        return found
 
     def outcomes(self) -> dict[str, int]:
         counts = self.store.figures().counts
@@ -314,8 +336,14 @@ def test_a_fault_in_a_window_is_found(start: Start, bits: bool) -> None:
     assert world.outcomes() == {"agreed": 4, "differed": 1}
 
 
-def test_a_state_of_another_length_is_found(start: Start) -> None:
+@pytest.mark.parametrize(
+    "states_are",
+    [None, lambda one: 0 * one, lambda one: 10 * one, lambda one: one / 10],
+    ids=["of another length", "zeros", "ten times", "a tenth"],
+)
+def test_a_wrong_state_is_found(start: Start, states_are: Callable[[Page], Page] | None) -> None:
     world = start(states=True)
+    world.states_are = states_are
 
     def of_the_spine(tokens: Sequence[int], block: int, group: int) -> Page:
         return block_kv(tokens, block, group=group)
@@ -354,6 +382,26 @@ def test_a_state_within_what_is_stored_is_compared(start: Start) -> None:
     world.side.audits.draw = Draw(1.0, 1e9, SEED)
     assert world.runs("hit", longer) == 0
     assert world.outcomes() == {"agreed": 4, "differed": 1}
+
+
+@pytest.mark.parametrize("step_chunks", [100, 10])
+def test_the_end_of_a_long_hit_is_compared_sometimes(start: Start, step_chunks: int) -> None:
+    """It has more chunks than there are places for copies, which come faster than they are
+    compared; the last five are wrong."""
+    world = start(rate=1.0)
+    tokens = tokens_of(1, 100 * CHUNK + 1)
+
+    def far(tokens: Sequence[int], block: int, group: int) -> Page:
+        return (other_tenants if block >= 95 * BLOCKS else block_kv)(tokens, block, group=group)
+
+    world.runs("planted", tokens, far)
+    world.step_tokens = step_chunks * CHUNK
+    for hit in range(20):
+        assert world.runs(f"hit {hit}", tokens, late=True) == 0
+        if world.outcomes().get("differed"):
+            break
+    assert 0 < world.outcomes()["differed"] <= 5
+    assert world.outcomes()["not_compared"] >= 36, "there are 64 places"
 
 
 def test_a_window_is_compared_though_its_beginning_is_others_by_then(start: Start) -> None:

@@ -81,14 +81,15 @@ def test_a_piece_that_has_no_whole_block_is_not_waited_for(start: Start) -> None
 
 
 def test_where_few_are_compared_at_once_others_are_the_next_time(start: Start) -> None:
-    """Two copies fit in this DRAM, and each hit has the same chunks first."""
+    """Two copies fit in this DRAM, and each hit has four chunks."""
     world = start(rate=1e-9, slots=16)
     tokens = tokens_of(1, LENGTH)
-    nvme_alone(world, tokens, wrong=3)
+    nvme_alone(world, tokens)
     assert world.serves(tokens, "one") == 0
     assert world.outcomes() == {"agreed": 2, "not_compared": 2}
     assert world.serves(tokens, "two") == 0
-    assert world.outcomes()["differed"] == 1
+    assert world.outcomes() == {"agreed": 4, "not_compared": 4}
+    assert world.serves(tokens, "three") == LENGTH - 1
 
 
 def test_a_burst_does_not_end_a_trial_before_it_is_held(start: Start) -> None:

@@ -278,6 +278,21 @@ def test_one_chunk_teaches_once(open_rig: Rigs, tmp_path: Path) -> None:
     assert not (tmp_path / "audit" / "learned").exists()
 
 
+def test_wrong_kv_that_passes_widens_no_bound(open_rig: Rigs, tmp_path: Path) -> None:
+    """Of a chunk among the first ones, that many hits have; nor at the next start."""
+    rig = by_distance(open_rig, tmp_path)
+    payload = (numbers_of(99) * np.float16(1.45)).tobytes()
+    chunk = stored(rig, conversation(99), payload=payload)
+    for number in range(4):
+        compare(rig, chunk, numbers_of(99).tobytes(), hit=1000 + number)
+    rig.store.drop([chunk])
+    assert outcomes(rig) == {"agreed": 4}
+    learns(rig)
+    assert off_by(rig, 101, 0.3)["differed"] == 1
+    again = by_distance(open_rig, tmp_path)
+    assert off_by(again, 102, 0.3)["differed"] == 1
+
+
 def test_nothing_is_learned_of_states(open_rig: Rigs, tmp_path: Path) -> None:
     """They agree to the bit as long as steps end at the same places."""
     rig = by_distance(open_rig, tmp_path, STATES)
@@ -448,7 +463,7 @@ def test_clients_and_others_leave_places(
     device.settle()
     chunks = [rig.chunk(name) for name in names_of(sequence_of(conversation(1, 20 * 16)))]
 
-    def num_begun(number: int, **how: bool) -> int:
+    def num_begun(number: int, **how: Any) -> int:
         given = [rig.store.begin_audit(1, c, c.dram, ALL, 0, **how) for c in chunks[:number]]
         begun.extend(copy for copy in given if copy is not None)
         return sum(copy is not None for copy in given)
