@@ -83,11 +83,15 @@ class LearnedBound(NamedTuple):
             is_new: of a chunk that was not seen yet: PAIRS of one would say nothing of others.
         """
         known = self.farthest
-        place = next((at for at, one in enumerate(known) if one.is_of(hit, key)), len(known))
-        if place == HITS:  # of none of them: in place of the nearest
-            place -= 1
-        if place == len(known) or distance > known[place].distance:
-            kept = [*known[:place], *known[place + 1 :], Far(distance, hit, key)]
+        alike = [one for one in known if one.is_of(hit, key)]
+        if not alike and len(known) == HITS:  # in place of the nearest
+            alike = [known[-1]]
+        if not alike or distance > alike[0].distance:
+            kept = [one for one in known if all(one is not gone for gone in alike)]
+            if len(alike) == 2:  # its hit is of one, its key of the other: both stay taken
+                by_hit, by_key = sorted(alike, key=lambda one: one.hit != hit)
+                kept.append(Far(alike[1].distance, by_key.hit, by_hit.key))
+            kept.append(Far(distance, hit, key))
             known = tuple(sorted(kept, key=lambda one: -one.distance))
         return LearnedBound(self.pairs + is_new, known)
 

@@ -37,6 +37,8 @@ class Terms:
     """After so long without use it is not found any more. None: as long as there is room."""
     pin_s: float | None = None
     """So long its prompt's KV is not evicted, if its tenant's share allows."""
+    is_named: bool = field(default=False, compare=False)
+    """Its session has a name, by which all that it has left can end later."""
 
 
 NO_TERMS = Terms()
@@ -312,7 +314,7 @@ def visit_of(
         alike: how far the prompt seems to go on from what is stored; None: it does.
     """
     before = estimator.arrive(marks, now)
-    own_numbers = _own_numbers(before, alike, terms)
+    own_numbers = _own_numbers(before, alike, terms, last_runs)
     num_shared = _num_shared(last_runs, own_numbers)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
     turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
@@ -384,10 +386,14 @@ def _shared_leases(
     return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
 
 
-def _own_numbers(before: Before | None, alike: Alike | None, terms: Terms) -> frozenset[int]:
+def _own_numbers(
+    before: Before | None, alike: Alike | None, terms: Terms, last_runs: Sequence[Run | None]
+) -> frozenset[int]:
     """Numbers of the runs that a request of these terms goes on from; 0: of those without one."""
     numbers = {alike.gone_on.number} if alike is not None and alike.gone_on is not None else set()
+    high = any(run is not None and run.priority > terms.priority for run in last_runs)
     asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
+    asks_for_less |= high or terms.is_named
     if not asks_for_less or alike is None or _goes_on(before, alike):
         numbers.add(before.number if before is not None else 0)
     return frozenset(numbers)

@@ -148,3 +148,18 @@ ZEROS = [0.0] * HITS
 def test_anything_else_tells_nothing(groups: object) -> None:
     for found in (groups, {"version": VERSION, "groups": groups}):
         assert bounds_from(found, 2) == [LearnedBound()] * 2
+
+
+def test_two_wrong_chunks_count_as_two_in_any_order() -> None:
+    """A pair may be of one entry's hit and of another's chunk."""
+    usual = [(hit, b"%d" % (hit % 30), 0.005) for hit in range(100, 140)]
+    for seed in range(300):
+        random, bound = Random(seed), NOTHING
+        pairs = [(hit, key, random.uniform(0.25, 0.35)) for hit in range(8) for key in (b"a", b"b")]
+        pairs += usual
+        random.shuffle(pairs)
+        for hit, key, distance in pairs:
+            bound = bound.and_one(distance, hit, key)
+            of_hits, of_keys = ({far[at] for far in bound.farthest} for at in (1, 2))
+            assert len(of_hits) == len(of_keys) == len(bound.farthest)
+        assert bound.value == LEAST

@@ -169,3 +169,30 @@ def test_what_others_share_keeps_a_high_priority(
         chat.turn(f"alike {n}", common + tokens_of(80 + n, 20), tokens_of(90 + n, 8))
     assert {run.priority for run in chat.runs_of(common)} == {Priority.HIGH}
     chat.close()
+
+
+@pytest.mark.parametrize("length", [4, 20])
+def test_who_asks_the_same_document_lowers_no_high_priority(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He sends no hints, and both questions begin in the chunk in which the document ends."""
+    chat = Chat(monkeypatch)
+    document = SYSTEM + tokens_of(70, 2 * CHUNK + 8)
+    chat.turn("one", document + tokens_of(71, 5), tokens_of(72, 6), priority="high")
+    chat.turn("other", document + tokens_of(73, length), tokens_of(74, 5))
+    assert {run.priority for run in chat.runs_of(document)} == {Priority.HIGH}
+    chat.close()
+
+
+@pytest.mark.parametrize("is_next_turn", [False, True])
+def test_a_session_ends_no_document_that_another_asks(
+    is_next_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = Chat(monkeypatch)
+    document = SYSTEM + tokens_of(70, 2 * CHUNK + 8)
+    chat.turn("a", document + tokens_of(71, 5), tokens_of(72, 3), session="a")
+    text = chat.turn("b", document + tokens_of(73, 6), tokens_of(74, 3), session="b")
+    prompt = text + tokens_of(75, 5) if is_next_turn else tokens_of(76, 20)
+    chat.turn("over", prompt, tokens_of(77, 2), session="b", ended=True)
+    assert {run.priority for run in chat.runs_of(document)} == {Priority.NORMAL}
+    chat.close()
