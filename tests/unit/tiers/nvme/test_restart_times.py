@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What settings and hints promise about time holds from one process to the next.
 
-The clocks are the test's: `clock` of a process, which begins anew with each, and `wall`. It is long
-since each promise has a way in which a restart breaks it.
+The clocks are the test's: `clock` of a process, which begins anew with each, and `wall`.
+
+It is long since each promise has a way in which a restart breaks it.
 """
 
 from __future__ import annotations
