@@ -211,9 +211,8 @@ class Reader:
             source.load_ended_at = now
         verified = failure is None and context.residency.index.learn(chunk, tokens)
         context.num_copied += verified and source.tier.is_remote
-        if (
-            source.sums_payloads and not source.tier.is_remote
-        ):  # there, another's copy may have come
+        # A remote tier may have given another server's copy: that sum is of what was put there.
+        if source.sums_payloads and not source.tier.is_remote:
             chunk.dram.checksum = source.tier.copy_of(chunk).checksum
         if not verified and not chunk.dropped:  # else it was counted, or is not wanted
             event = source.corrupt if failure is None or is_corrupt else source.read_failed
