@@ -177,7 +177,7 @@ class Digest:
         self._bytes_per_s = bytes_per_s
         self._stop = threading.Event()
         self._over = threading.Event()
-        self._lock = threading.Lock()
+        self._lock, self._remembering = threading.Lock(), threading.Lock()
         self._digests: dict[Stamp, bytes] = {}
         self._read_bytes = self._late_bytes = 0
         self._settled_ns = time.time_ns() - int(SETTLED_S * 1e9)
@@ -258,7 +258,7 @@ class Digest:
                 if is_last:
                     self._end()
                 else:
-                    self._remember()
+                    self._remember(waits=False)
         except _Stopped:
             self._over.set()
         except OSError as error:
@@ -302,7 +302,6 @@ class Digest:
         except OSError as error:
             self._fail(error)
             return
-        self._remember()
         seconds = time.monotonic() - self._begun
         if self._threads and seconds > self._budget_s:
             logger.info(
@@ -310,13 +309,24 @@ class Digest:
             )
         self.value = blake3(b"".join(sorted(self._digests[s] for _, s in self._files))).digest()
         self._over.set()
+        self._remember()  # a sync: a busy disk takes seconds for it, and nothing need wait
 
-    def _remember(self) -> None:
+    def _remember(self, *, waits: bool = True) -> None:
         """Remember what is known so far, of files whose changes show and that were not changed just
-        before they were read."""
-        with self._lock:
-            kept = (s for s in self._kept & self._digests.keys() if s.changed_ns < self._settled_ns)
-            self._memo.keep({stamp: self._digests[stamp] for stamp in kept})
+        before they were read. It syncs, which may take seconds: meanwhile others read on.
+
+        Args:
+            waits: for another thread that does so now; else what that one lacks comes later.
+        """
+        if not self._remembering.acquire(blocking=waits):
+            return
+        try:
+            with self._lock:
+                known = {stamp: self._digests[stamp] for stamp in self._kept & self._digests.keys()}
+            settled = {s: found for s, found in known.items() if s.changed_ns < self._settled_ns}
+            self._memo.keep(settled)
+        finally:
+            self._remembering.release()
 
     def _fail(self, error: OSError) -> None:
         self._stop.set()

@@ -236,6 +236,28 @@ def test_in_the_background_at_a_bounded_rate(
     assert "in use from now on" in caplog.text
 
 
+@pytest.mark.parametrize("parts", [1, 5])
+def test_it_is_known_before_the_disk_has_what_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """A busy disk takes seconds for a sync, and the store would be idle meanwhile."""
+    settle(monkeypatch)
+    files, may_end = make(tmp_path / "model", parts=parts), threading.Event()
+    replace = weight_files.replace_own
+
+    def slow(path: Path, data: bytes, *, durable: bool) -> None:
+        assert may_end.wait(30)
+        replace(path, data, durable=durable)
+
+    monkeypatch.setattr(weight_files, "replace_own", slow)
+    digest = Digest(files, Memo(tmp_path), budget_s=5)
+    is_known = digest.value is not None
+    may_end.set()
+    digest.close()
+    assert is_known
+    assert all(Memo(tmp_path).get(Stamp.of(file.stat())) for file in files)
+
+
 def test_closing_ends_the_threads(tmp_path: Path) -> None:
     digest = Digest(make(tmp_path / "model"), Memo(tmp_path), budget_s=0, bytes_per_s=1024)
     digest.close()
