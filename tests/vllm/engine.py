@@ -2,6 +2,8 @@
 """A vLLM engine with the store, whole in one process, so that a test can look anywhere.
 
 It lives in a child of the test (tests/vllm/host.py): vLLM has one engine a process in mind.
+
+It is long since all that a test may do with an engine is in one place.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from attnstore_lab.testing.tiny_model import TINY, ModelShape, make_model
+from attnstore_vllm.identity.weight_files import Digest
 from attnstore_vllm.scheduler.scheduler import Scheduler
 from attnstore_vllm.store.store import Store
 from benchmarks.rounding import CANDIDATES, LogProbs
@@ -118,6 +121,14 @@ class Engine:
         self._heard: dict[str, dict[int, tuple[Any, Any]]] = {}
         self._numbers = itertools.count()
         self._loaded_before = {"dram": 0, "nvme": 0}
+        self._know_weights()
+
+    def _know_weights(self) -> None:
+        """Wait until it is known whose KV there is: before, requests find and leave nothing. On a
+        busy machine a start does not wait long enough for it."""
+        for side in self._sides():
+            digest = getattr(side.names, "_digest", None)
+            assert not isinstance(digest, Digest) or digest.wait(DEADLINE_S)
 
     @property
     def scheduler(self) -> Any:
@@ -127,12 +138,15 @@ class Engine:
     @property
     def side(self) -> Scheduler:
         """The scheduler side of our connector."""
+        sides = self._sides()
+        assert sides, "the connector is idle"
+        return sides[0]
+
+    def _sides(self) -> list[Scheduler]:
         connector = self.scheduler.connector
-        for child in getattr(connector, "sub_connectors", [connector]):
-            if getattr(child, "scheduler", None) is not None:
-                side: Scheduler = child.scheduler
-                return side
-        raise AssertionError("the connector is idle")
+        children = getattr(connector, "sub_connectors", [connector])
+        sides = (getattr(child, "scheduler", None) for child in children)
+        return [side for side in sides if side is not None]
 
     @property
     def store(self) -> Store:
@@ -239,9 +253,13 @@ class Engine:
         self.llm.collective_rpc(poison)
 
     def evict_dram(self) -> None:
-        """Every chunk leaves DRAM, as if others had needed its room: it is on NVMe only."""
-        self.settle()
-        residency = self.store.residency
+        """Every chunk leaves DRAM, as if others had needed its room: it is on NVMe only.
+
+        A disk that is out of use keeps none of them, and store.is_idle() does not wait for it.
+        """
+        residency, disk = self.store.residency, self.store.thread.tiers[0].health
+        self.drain()
+        self.wait_for(lambda: disk.reads.in_use and disk.writes.in_use and self.store.is_idle())
         with self.store.queue():
             for chunk in list(residency.dram.owned.values()):
                 residency.counts["evicted_dram"] += 1
@@ -349,8 +367,9 @@ def store_settings(spec: EngineSpec) -> dict[str, Any]:
         "capacity": spec.nvme,
         "scrub": spec.scrub,
         "codec": spec.codec,
+        "io_deadline": "60s",
     }
-    # The default deadline is for a machine that has nothing else to do.
+    # The default deadlines are for a machine that has nothing else to do.
     return {
         "dram": spec.dram, "nvme": nvme, "load_deadline": "60s",
         # Whether what is loaded is right is tested, not whether loading is sooner on this machine.

@@ -11,8 +11,10 @@ store, one without. Their answers are equal to the last bit; another split round
 
 from __future__ import annotations
 
+from attnstore_vllm.types import Event
 from tests.vllm.engine import BLOCK, Answer, Engine
 from tests.vllm.prompts import random_tokens
+from tests.vllm.stored import events
 
 BLOCKS = (1, 2, 3, 4, 7, 15)
 SPLITS = (32, 112, 144, 208, 240, 272, 304, 384, 496, 784, 1296)
@@ -56,7 +58,9 @@ def inside_blocks(engine: Engine, tier: str, seed: str) -> tuple[list[Pair], dic
 
 def _ask_again(engine: Engine, tier: str, prompts: list[list[int]]) -> list[Answer]:
     if tier == "nvme":
+        lost = events(engine, Event.LOST)
         engine.evict_dram()
+        assert events(engine, Event.LOST) == lost, "all of it is on NVMe"
         engine.loaded()
     found = []
     for prompt in prompts:
