@@ -228,8 +228,21 @@ def ask_and_store(server: VllmServer, text: str) -> Answer:
     return answers[0]
 
 
+def know_weights(server: VllmServer) -> None:
+    """Wait until it is known whose KV there is: before, requests find and leave nothing."""
+
+    def are_known() -> bool:
+        before = count(server, "skipped", cause="weights_unknown")
+        nudge(server)
+        nudge(server)  # the first one may be counted in its step
+        return count(server, "skipped", cause="weights_unknown") == before
+
+    wait_until(are_known, "the weights are known")
+
+
 def do_and_store(server: VllmServer, store: Callable[[], int]) -> None:
     """Wait until all that was saved is on NVMe; `store` asks, and says how long the prompt was."""
+    know_weights(server)
     before = count(server, "chunks", event="written")
     chunks = store() // CHUNK  # and a tail, where it is long enough
 
