@@ -242,13 +242,18 @@ class DramTier(Tier):
         self.place_left()
         growing = self._growing if whose is None else ()
         owned = self.owned
-        is_slow = self.is_slow
+        keepers = () if self.is_slow else [t.name for t in self.behind if self._outlasts(t)]
 
         def can_go(slot: int) -> bool:
             chunk = owned[slot]
             if chunk.dram.uses:
                 return False
-            return may_be_lost(chunk.run, since, growing) or (chunk.is_behind and not is_slow)
+            if may_be_lost(chunk.run, since, growing):
+                return True
+            for name in keepers:  # noqa: SIM110 - asked of many chunks
+                if chunk.at(name).state is State.READY:
+                    return True
+            return False
 
         asks = (whose, run, since, self.clean.num_changes + self.dirty.num_changes)
         kept = self._kept
@@ -279,9 +284,12 @@ class DramTier(Tier):
         return (
             tier
             for tier in self.behind
-            if chunk.at(tier.name).state is State.READY
-            and tier.num_used + tier.num_free > self.num_slots
+            if chunk.at(tier.name).state is State.READY and self._outlasts(tier)
         )
+
+    def _outlasts(self, tier: TierBehind) -> bool:
+        """Whether the tier keeps more than DRAM does: a smaller one forgets sooner."""
+        return tier.num_used + tier.num_free > self.num_slots
 
     def worth(self, chunk: Chunk, now: float) -> float:
         """See Order."""

@@ -107,11 +107,14 @@ class Full(Protocol):
 
 
 def dram_gives_up(full: Full, what: For) -> Gives:
-    """First what no request waits for and a tier behind has too, or has refused. Then what farther
-    requests wait for and can be read again. What is dirty would be lost: it goes for a save alone,
-    which brings what no tier has; and for what a request waits for, if writing is stuck.
+    """First what no request waits for and a tier behind has too, or has refused. Then, for a read,
+    what farther requests wait for and can be read again. What is dirty would be lost: it goes for a
+    save alone, which brings what no tier has; and for what a request waits for, if writing is
+    stuck.
 
-    What is dirty also goes before any of these if less is lost with it.
+    What is dirty also goes before any of these if less is lost with it. A save takes no room from
+    what a request waits for: that is of use for certain, and to read it again takes the disk's
+    time, and may come late.
     """
     clean = full.clean()
     if clean is not None:
@@ -120,8 +123,8 @@ def dram_gives_up(full: Full, what: For) -> Gives:
         if full.has_room_behind() and not full.late():
             return Gives.CLEAN  # nothing is lost with it
         return _poorer(full, clean, full.dirty())
-    dirty, waited = full.dirty(), full.waited()
-    if waited is not None:
+    dirty = full.dirty()
+    if what is not For.SAVE and (waited := full.waited()) is not None:
         # It is taken to wait as long again.
         is_less = dirty < full.late_reads() / max(waited, WAIT_MIN_S)
         return Gives.DIRTY if is_less else Gives.WANTED
