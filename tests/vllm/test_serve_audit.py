@@ -13,15 +13,15 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.cli.main import EXIT_OK, main
+from attnstore_vllm.index.prefix import whole_blocks
 from benchmarks.server import VllmServer
 from tests.vllm import serve_helpers as serving
 from tests.vllm.serve_helpers import ask_and_count, ask_and_store, story
-from tests.vllm.test_serve import whole_blocks
 
 pytestmark = pytest.mark.long
 
 ON = "AttnStore audits one hit in 10000, up to 1000 tokens a second"
-WORDS = 900
+WORDS = 700
 """Of a prompt of more than 1,024 tokens: so many are tried at a start."""
 
 
