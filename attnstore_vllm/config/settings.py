@@ -283,9 +283,9 @@ def _dram(given: object) -> tuple[int, str]:
     return parse_size("dram.size", given["size"], SIZE_MIN), codec
 
 
-def _check_codecs(dram: str, nvme: NvmeConfig, audit: AuditConfig | None) -> AuditConfig | None:
-    """Raise ConfigError for what does not go with KV that DRAM keeps encoded. Returns the audit
-    that does."""
+def _audit_beside(dram: str, nvme: NvmeConfig, given: Mapping[str, object]) -> AuditConfig | None:
+    """`audit`. Raises ConfigError, also for what does not go with KV that DRAM keeps encoded."""
+    audit = AuditConfig.parse(given["audit"]) if "audit" in given else BY_DEFAULT
     if dram == NONE:
         return audit
     if nvme.codec != NONE:
@@ -412,8 +412,7 @@ class StoreConfig:
             )
         dram_bytes, dram_codec = _dram(given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
-        audit = AuditConfig.parse(given["audit"]) if "audit" in given else BY_DEFAULT
-        audit = _check_codecs(dram_codec, nvme, audit)
+        audit = _audit_beside(dram_codec, nvme, given)
         if "data_parallel_size" in optional:  # else vLLM's command line may fill it in
             _check_number(nvme.paths, optional["data_parallel_size"])
         truncation = TruncationConfig.parse(given.get("truncation", {}))

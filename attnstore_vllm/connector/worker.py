@@ -10,7 +10,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,9 +205,7 @@ class Worker:
             groups=self._contents(kv_caches) if self._contents is not None else (),
             node=None if node is None else node.told(),
         )
-        self.description = described.to_json()
-        if not has_room(self.description):  # without an audit it had
-            self.description = replace(described, groups=()).to_json()
+        self.description = described.to_json(has_room)
         self.pool.publish(self.rank, self.description)
 
     def _layouts_of(

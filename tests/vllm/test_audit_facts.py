@@ -3,26 +3,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from attnstore_vllm.config.audit import BY_DEFAULT, AuditConfig
-from attnstore_vllm.connector import audit_facts, page_contents
+from attnstore_vllm.connector import audit_facts
 from attnstore_vllm.connector.audit_facts import comparisons_of, units_of
 from attnstore_vllm.connector.build import _config as settings_of
 from attnstore_vllm.connector.nodes import check_nodes
-from attnstore_vllm.connector.page_contents import latent_sides, state_sides
+from attnstore_vllm.connector.page_contents import latent_sides, pages_of_groups, state_sides
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.rank import GroupPages, KvFacts, PageSide, RankDescription
 from attnstore_vllm.policy.kv_compare import KEY, VALUE
 from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.transfer.pool import has_room
 
 BLOCK, HEADS, DIM = 16, 2, 8
 PAGE = 2 * BLOCK * HEADS * DIM * 2
@@ -105,6 +106,14 @@ def test_what_another_connector_brings_is_not_compared(caplog: pytest.LogCapture
     assert "another connector" in caplog.text
 
 
+@pytest.mark.parametrize(("why", "is_told"), [("fp8", True), (4096 * "x", False)])
+def test_what_a_rank_has_no_room_to_tell_is_left_out(why: str, is_told: bool) -> None:
+    """What has none would be a refusal, and the audit is on by default."""
+    found = described(GroupPages(2, (), why)).to_json(has_room)
+    assert has_room(found)
+    assert bool(RankDescription.of_json(json.loads(json.dumps(found))).groups) == is_told
+
+
 def test_a_rank_without_room_to_tell_of_its_pages_ends_no_start() -> None:
     assert (
         comparisons_of(AUDIT, geometry(2), [described(GroupPages(2, SIDES)), described()], 0) == ()
@@ -150,11 +159,13 @@ def test_a_model_whose_code_ends_in_any_way_is_served() -> None:
     class CompilationError(Exception):
         pass
 
-    shape = geometry(1, 1)
-    caches = mock.MagicMock()
-    caches.__getitem__.side_effect = CompilationError("no such kernel")
-    with mock.patch.object(page_contents, "layer_specs"):
-        (found,) = page_contents.pages_of_groups({}, shape, mock.MagicMock(), caches)
+    class Caches(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            raise CompilationError("no such kernel")
+
+    group = SimpleNamespace(kv_cache_spec=None, layer_names=["l0"])
+    config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=1)
+    (found,) = pages_of_groups({}, geometry(1, 1), config, Caches())
     assert not found.sides and "CompilationError: no such kernel" in found.why_none
 
 

@@ -16,7 +16,6 @@ from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm.connector import worker as worker_module
 from attnstore_vllm.connector.worker import Worker
 from attnstore_vllm.errors import UnsupportedError
-from attnstore_vllm.identity.rank import GroupPages, RankDescription
 from attnstore_vllm.scheduler.figures import StepStats
 from attnstore_vllm.scheduler.messages import StepPlan
 from attnstore_vllm.scheduler.open_plans import KEPT_S
@@ -24,7 +23,6 @@ from attnstore_vllm.transfer.engine import Rotation
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import describe
 from attnstore_vllm.transfer.plan import ChunkCopy, LoadPlan, TransferPlan
-from attnstore_vllm.transfer.pool import REFUSAL
 from attnstore_vllm.types import Flow
 from tests.helpers import mapped_bytes
 from tests.vllm.scripted import ScriptedEngine
@@ -95,19 +93,6 @@ def test_bytes_of_saves_are_counted_once(engine: ScriptedEngine) -> None:
     blocks = -(-(len(PROMPT) + 19) // BLOCK)  # the last token's KV is never computed
     counted = stats_of(engine, 20).data["counters"][f"bytes:{Flow.SAVE.value}"]
     assert counted == blocks * BLOCK * TOKEN_KV * LAYERS
-
-
-def test_what_an_audit_has_no_room_to_tell_ends_no_start(engine: ScriptedEngine) -> None:
-    """A rank has a page of memory to describe itself in, and the audit is on by default."""
-    (worker,) = engine.workers
-    side, pool = worker.side, worker.side.pool
-    caches = {name: kv for name, (kv, _) in side._kv.items()}
-    for why, is_told in (("fp8", True), (4096 * "x", False)):
-        side._contents = lambda _, why=why: (GroupPages(LAYERS, (), why),)
-        side.register_kv_caches(caches, kernel="scripted")
-        found = pool.description(0)
-        assert found is not None and REFUSAL not in found
-        assert bool(RankDescription.of_json(found).groups) == is_told
 
 
 def test_a_model_that_calls_no_hooks(model: Path, tmp_path: Path) -> None:
