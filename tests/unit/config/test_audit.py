@@ -50,6 +50,7 @@ def test_a_rate_alone_is_short_for_a_mapping_of_it(given: object, rate: float) -
 def test_the_codec_of_dram_goes_with_an_audit_that_is_off(off: object) -> None:
     dram = {"size": "64GiB", "codec": "lossless"}
     assert parsed(off, dram=dram) is None
+    given: object
     for given in ("1/1000", "1/10000", {}):
         with pytest.raises(ConfigError, match="lossless and audit is set"):
             parsed(given, dram=dram)
