@@ -236,14 +236,15 @@ def _complete(connector: dict[str, Any], engines: int) -> StoreConfig:
 
 
 def over_nodes(config: StoreConfig) -> None:
-    """Raise ConfigError for settings that an engine over several machines does not know.
+    """Raise ConfigError for settings that an engine over several machines does not know, if they
+    are given: what is on by default is off there.
 
     Each has its own DRAM and NVMe, and what these settings do has the bytes of one machine alone.
     """
     found = {
         "nvme.codec": config.nvme.codec != "none",
         "shared": config.shared is not None,
-        "audit": config.audit is not None,
+        "audit": config.audit is not None and not config.audit.by_default,
     }
     unknown = [name for name, is_set in found.items() if is_set]
     if unknown:

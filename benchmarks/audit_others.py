@@ -27,10 +27,10 @@ these models by several nats, since their answers hang on single tokens. A fault
 the answers is checked first: without a connector they must drift by more than rounding. And what is
 wrong behind other settings must be right over what it stored with those settings itself.
 
-Fair. Settings are the defaults of each, but for sizes and paths. For this store two settings are
-not: `compute_if_sooner: false`, without which it would compute such short prompts, and a longer
-deadline for a slow machine. Its `audit` is off, as by default: keys and checksums are seen. No
-fault breaks a rule that vLLM gives to clients (a `uuid` of media must be unique). Damages are the
+Fair. Settings are the defaults of each, but for sizes and paths. For this store three settings are
+not: `compute_if_sooner: false`, without which it would compute such short prompts, a longer
+deadline for a slow machine, and `audit: off`, so that keys and checksums alone are seen. No fault
+breaks a rule that vLLM gives to clients (a `uuid` of media must be unique). Damages are the
 same for all: of whole chunks in its files (others_parts/damage.py). LMCache's daemon is started
 anew with each engine, over the files that the one before left.
 

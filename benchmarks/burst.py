@@ -30,7 +30,7 @@ from tqdm import tqdm
 from attnstore_lab.testing.tiny_model import SMALL, make_model
 from attnstore_vllm.prometheus import total
 from benchmarks.hit_latency import CASES, DEV, ROOT, Client
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 HISTORY_TOKENS = 1920
 NEW_TOKENS = 33
@@ -131,7 +131,7 @@ def _server(work: Path, model: str, name: str, histories: list[list[int]]) -> Vl
     config = work / f"{name}.yaml"
     config.write_text(
         f"dram: {kv_bytes // 8}\nnvme: {{path: {work / name}, capacity: 4GiB}}\n"
-        f"look_ahead: {'true' if name == 'with' else 'false'}\n"
+        f"look_ahead: {'true' if name == 'with' else 'false'}\n{NO_AUDIT}"
     )
     arguments = [*ARGUMENTS, "--kv-transfer-config", str(config)]
     return VllmServer(model, arguments, work / f"{name}.log", environment=DEV)

@@ -48,7 +48,7 @@ from attnstore_vllm.prometheus import total
 from attnstore_vllm.scheduler.documents import COMPARED_LAYERS
 from benchmarks.hit_latency import Client
 from benchmarks.report import machine
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "logs"
@@ -160,7 +160,7 @@ def started(name: str, model: Path, work: Path, args: argparse.Namespace) -> Vll
         share, by = recompute
         moved = f"share: everyone, documents: true, recompute: {share}, recompute_by: {by}"
         nvme = f"{{path: {work / name}, capacity: 1GiB}}"
-        config.write_text(f"dram: 1GiB\nnvme: {nvme}\ntruncation: {{{moved}}}\n")
+        config.write_text(f"dram: 1GiB\nnvme: {nvme}\ntruncation: {{{moved}}}\n{NO_AUDIT}")
         arguments += ["--kv-transfer-config", str(config)]
     return VllmServer(str(model), arguments, LOGS / f"documents_{name}.log".replace(" ", "_"))
 

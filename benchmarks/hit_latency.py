@@ -40,7 +40,7 @@ from tqdm import tqdm
 from attnstore_lab.testing.tiny_model import MEDIUM, SMALL, ModelShape, make_model
 from attnstore_vllm.io.codec import CODEC_NAMES, NONE
 from attnstore_vllm.prometheus import total
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADED = "vllm:attnstore_loaded_tokens_total"
@@ -168,7 +168,7 @@ def with_store(
     store = work / "store"
     config.write_text(
         f"dram: {dram}\nnvme: {{path: {store}, capacity: 2GiB, codec: {codec}}}\n"
-        "load_deadline: 10s\neviction: lru\n"
+        f"load_deadline: 10s\neviction: lru\n{NO_AUDIT}"
     )
     arguments = [*ARGUMENTS, "--kv-transfer-config", str(config)]
     with VllmServer(str(model), arguments, work / "store.log", environment=DEV) as server:

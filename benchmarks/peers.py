@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from attnstore_lab.testing.tiny_model import SMALL, TINY, ModelShape, make_model
 from attnstore_vllm.prometheus import total
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST, MORE, ANSWER = 640, 384, 128
@@ -51,7 +51,7 @@ def serving(model: Path, work: Path, engines: int, *, peers: str) -> Iterator[Vl
         config = Path(store) / "attnstore.yaml"
         config.write_text(
             f"dram: 1GiB\nnvme: {{path: {store}/store, capacity: 2GiB}}\n"
-            f"peers: {peers}\ncompute_if_sooner: false\n"
+            f"peers: {peers}\ncompute_if_sooner: false\n{NO_AUDIT}"
         )
         arguments = ["--max-model-len", "4096", "--num-gpu-blocks-override", "200"]
         arguments += ["--kv-transfer-config", str(config), "--data-parallel-size", str(engines)]

@@ -33,7 +33,7 @@ from attnstore_lab.bench.traffic import Traffic, traffic
 from attnstore_lab.testing.tiny_model import SMALL, make_model
 from attnstore_vllm.prometheus import Metrics, total
 from benchmarks.sample import SAMPLE
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT_TOKENS = 4096
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     yaml = work / "attnstore.yaml"
     (work / "store").mkdir()
     nvme = f"{{path: {work / 'store'}, capacity: 2GiB}}"
-    yaml.write_text(f"dram: {args.dram}\nnvme: {nvme}\n")
+    yaml.write_text(f"dram: {args.dram}\nnvme: {nvme}\n{NO_AUDIT}")
     flags = [*FLAGS, "--kv-transfer-config", str(yaml)]
     with VllmServer(model, flags, work / "first.log") as server:
         conversations = choose(server, args, model)

@@ -33,7 +33,7 @@ from attnstore_lab.testing.network_stores import KINDS, NetworkStore, missing
 from attnstore_lab.testing.tiny_model import SMALL, make_model
 from attnstore_vllm.prometheus import total
 from benchmarks.peers import PROMPT_TOKENS, SETTLED_S, complete
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 from benchmarks.shared_tier import CHUNK_TOKENS, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ def server_of(name: str, tiers: int, shared: str, model: Path, work: Path) -> Vl
     config = work / f"{name}.yaml"
     config.write_text(
         f"dram: {tiers * DRAM}\nnvme: {{path: {work / name}, capacity: {tiers * NVME}}}\n"
-        f"compute_if_sooner: false\n{shared}"
+        f"compute_if_sooner: false\n{NO_AUDIT}{shared}"
     )
     arguments = ["--max-model-len", "4096", "--num-gpu-blocks-override", "64"]
     arguments += ["--kv-transfer-config", str(config)]

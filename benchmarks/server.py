@@ -36,6 +36,9 @@ GROUP_DEADLINE_S: Final = 5.0
 POLL_S: Final = 0.5
 HTTP_TIMEOUT_S: Final = 10.0
 LOG_TAIL_LINES: Final = 40
+NO_AUDIT: Final = "audit: off\n"
+"""In settings of benchmarks that count or time hits: none is drawn to be computed, and a start
+serves what it finds at once."""
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What ends a program: Ctrl-C, kill, a closed terminal."""
 ENDS_WITH_PARENT: Final = """\

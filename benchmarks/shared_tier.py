@@ -50,7 +50,7 @@ from attnstore_vllm.tiers.shared.start import MakeShared
 from attnstore_vllm.transfer.pool import SharedPool
 from attnstore_vllm.types import Key
 from benchmarks.hit_latency import ARGUMENTS, CASES, DEV, LOADED, Client
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK_TOKENS = 256
@@ -73,7 +73,7 @@ def server_of(name: str, store: NetworkStore, model: Path, work: Path) -> VllmSe
     config = work / f"{name}.yaml"
     config.write_text(
         f"dram: 256MiB\nnvme: {{path: {work / name}, capacity: 1GiB}}\n"
-        f"shared: {settings_of(store)}\ncompute_if_sooner: false\n"
+        f"shared: {settings_of(store)}\ncompute_if_sooner: false\n{NO_AUDIT}"
     )
     arguments = [*ARGUMENTS, "--kv-transfer-config", str(config)]
     return VllmServer(str(model), arguments, work / f"{name}.log", environment=DEV)

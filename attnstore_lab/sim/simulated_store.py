@@ -137,6 +137,7 @@ def open_scheduler(
         look_ahead=policy not in ("lru", "fifo"),
         states_every=machine.states_every,
         truncation=None,
+        audit=None,  # there are no bytes to compare
         io_depth=machine.io_depth,
     )
     engine = EngineFacts(

@@ -22,8 +22,10 @@ SMALL: Final = StoreConfig(
     dram_bytes=1 << 30,
     nvme=NvmeConfig(path=Path("memory"), capacity_bytes=1 << 30, scrub_bytes_per_s=None),
     truncation=None,
+    audit=None,
 )
-"""The sizes and the path count for nothing: pool and slab have their own."""
+"""The sizes and the path count for nothing: pool and slab have their own. No hit is drawn to be
+computed: tests count hits."""
 
 
 def config_from(given: dict[str, Any]) -> StoreConfig:

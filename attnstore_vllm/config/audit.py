@@ -2,16 +2,19 @@
 """`audit`: settings of the live audit.
 
 audit: {rate: 1/10000, tokens: 1000, stop_after: 3, keep: 256MiB}
-audit: 1/10000, which is short for {rate: 1/10000}
+audit: 1/10000, which is short for {rate: 1/10000}, and the default
 
 This rate costs less than 0.2 % of computing while up to 0.95 of prompt tokens are hits.
+
+Where the audit cannot be, a start that asks for it is refused. One that has it by default goes on
+without, and says so.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from attnstore_vllm.config.values import SIZE_MIN, check_keys, parse_integer, parse_off_or_size
@@ -31,6 +34,8 @@ class AuditConfig:
     stop_after: int = 3
     keep_bytes: int | None = 256 << 20
     """None: nothing is kept."""
+    by_default: bool = field(default=False, compare=False)
+    """The settings say nothing of it."""
 
     @classmethod
     def parse(cls, given: object) -> AuditConfig | None:
@@ -54,6 +59,9 @@ class AuditConfig:
         """One engine's part."""
         keep = self.keep_bytes and max(1, self.keep_bytes // engines)
         return replace(self, tokens_per_s=self.tokens_per_s / engines, keep_bytes=keep)
+
+
+BY_DEFAULT = AuditConfig(by_default=True)
 
 
 def _rate(key: str, value: object, expected: str) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.config.audit import BY_DEFAULT, AuditConfig
 from attnstore_vllm.config.deadlines import IO_DEADLINE, LOAD_DEADLINE
 from attnstore_vllm.config.hbm_holds import HoldingConfig
 from attnstore_vllm.config.shared import SharedConfig
@@ -283,20 +283,22 @@ def _dram(given: object) -> tuple[int, str]:
     return parse_size("dram.size", given["size"], SIZE_MIN), codec
 
 
-def _check_codecs(dram: str, nvme: NvmeConfig, audit: object) -> None:
-    """Raise ConfigError for what does not go with KV that DRAM keeps encoded."""
+def _audit_beside(dram: str, nvme: NvmeConfig, given: Mapping[str, object]) -> AuditConfig | None:
+    """`audit`. Raises ConfigError, also for what does not go with KV that DRAM keeps encoded."""
+    audit = AuditConfig.parse(given["audit"]) if "audit" in given else BY_DEFAULT
     if dram == NONE:
-        return
+        return audit
     if nvme.codec != NONE:
         raise ConfigError(
             f"dram.codec is {dram} and nvme.codec {nvme.codec}; NVMe keeps the bytes that DRAM "
             "has, so leave one of the two out"
         )
-    if AuditConfig.parse(audit) is not None:
+    if audit is not None and not audit.by_default:
         raise ConfigError(
             f"dram.codec is {dram} and audit is set, which compares KV that is not encoded; leave "
             "one of the two out"
         )
+    return None
 
 
 def _states_every(given: object) -> int | None:
@@ -364,7 +366,7 @@ class StoreConfig:
     """None: no request may ask for it."""
     shared: SharedConfig | None = None
     trace: TraceConfig | None = None
-    audit: AuditConfig | None = None
+    audit: AuditConfig | None = BY_DEFAULT
     """None: no hit is computed to be compared."""
     io_depth: int = 8
     peers: bool = True
@@ -410,7 +412,7 @@ class StoreConfig:
             )
         dram_bytes, dram_codec = _dram(given["dram"])
         nvme = NvmeConfig.parse(given["nvme"])
-        _check_codecs(dram_codec, nvme, given.get("audit", False))
+        audit = _audit_beside(dram_codec, nvme, given)
         if "data_parallel_size" in optional:  # else vLLM's command line may fill it in
             _check_number(nvme.paths, optional["data_parallel_size"])
         truncation = TruncationConfig.parse(given.get("truncation", {}))
@@ -437,7 +439,7 @@ class StoreConfig:
             truncation=truncation,
             shared=tier,
             trace=TraceConfig.parse(given.get("trace", False)),
-            audit=AuditConfig.parse(given.get("audit", False)),
+            audit=audit,
             shared_by=_sharing("share", given.get("share", "everyone")),
             **optional,
         )

@@ -66,7 +66,7 @@ SETTINGS = (
         "NVMe and the shared tier then hold the encoded bytes as well. It is for bfloat16 on "
         "vLLM's CPU build: other KV stays as it is, and a GPU is refused.",
         "Set lossless where DRAM or the disk is too small: each copy takes processor time. Leave "
-        "out nvme.codec and audit then. What was stored before is not found.",
+        "out nvme.codec and audit then: no hit is audited. What was stored before is not found.",
     ),
     Setting(
         "nvme.path", None, "absolute directory, or a list of them",
@@ -391,12 +391,12 @@ SETTINGS = (
         "Raise it for longer traces. A prompt of 10,000 tokens takes about 1 KiB.",
     ),
     Setting(
-        "audit", "off", "off, a rate as 1/10000, or "
+        "audit", "1/10000", "off, a rate as 1/10000, or "
         "{rate: 1/10000, tokens: 1000, stop_after: 3, keep: 256MiB}",
         "Compute a few hits all the same, and compare what is stored with what is computed. A "
         "chunk that differs is removed, and the log says so.",
-        "Set {} for the values shown, or your own, to see that hits are right. A rate alone does. "
-        "[Audit](audit.md) says what it looks at.",
+        "Set off where every hit has to be served, or a start has to serve at once what it finds. "
+        "[Audit](audit.md) says what it looks at, and where it is off by default.",
     ),
     Setting(
         "audit.rate", "1/10000", "share of hits, as in 1/10000",

@@ -29,6 +29,7 @@ from attnstore_vllm.transfer.page_content import ContentSide
 logger = logging.getLogger(__name__)
 
 STATE = Reach.STATE.value
+NOTHING = "AttnStore audits nothing of this model (audit), since %s"
 
 
 def computes_alike(device: str) -> bool:
@@ -58,21 +59,24 @@ def comparisons_of(
     ahead: int,
 ) -> tuple[Comparison | None, ...]:
     """Those of each group, the spine's first; None: it is not compared. Empty: nothing is audited.
-    Says so where it was to be.
+    Says so where it was to be; by default it is to be where it can be, so that is no warning.
 
     Args:
         ahead: see EngineFacts.
     """
     if config is None:
         return ()
+    level = logging.INFO if config.by_default else logging.WARNING
     try:
         if not all(rank.is_alone for rank in ranks):
             raise UnsupportedError(
                 "another connector may bring KV in place of what is to be computed"
             )
+        if any(len(rank.groups) < len(geometry.groups) for rank in ranks):
+            raise UnsupportedError("a rank had no room to tell of its pages")
         _check(geometry, ahead)
     except UnsupportedError as error:
-        logger.warning("AttnStore audits nothing of this model (audit), since %s", error)
+        logger.log(level, NOTHING, error)
         return ()
     bits = computes_alike(ranks[0].kv.device)
     found: list[Comparison | None] = []
@@ -81,15 +85,15 @@ def comparisons_of(
             # A state is summed up in another order where steps end elsewhere.
             found.append(_comparison(place, geometry, ranks, bits and group.reach != STATE))
         except UnsupportedError as error:
-            logger.warning(
-                "AttnStore audits no KV of cache group %d (%s), since %s", place, group.reach, error
-            )
+            logger.log(
+                level,
+                "AttnStore audits no KV of cache group %d (%s), since %s",
+                place, group.reach, error,
+            )  # fmt: skip
             found.append(None)
     compared = [one.in_words for one in found if one is not None]
     if not compared:
-        logger.warning(
-            "AttnStore audits nothing of this model (audit), since %s", "no group is told"
-        )
+        logger.log(level, NOTHING, "no group is told")
         return ()
     logger.info(
         "AttnStore audits one hit in %.0f, up to %.0f tokens a second: KV is compared %s",

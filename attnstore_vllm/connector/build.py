@@ -55,6 +55,7 @@ from attnstore_vllm.connector.nodes import (
     NodeStore,
     OtherNodes,
     fewer_replicas,
+    nodes_of_an_engine,
     ranks_of_a_node,
 )
 from attnstore_vllm.connector.own_pass import make_own_pass
@@ -130,6 +131,8 @@ def _config(vllm_config: VllmConfig) -> StoreConfig:
     config = StoreConfig.parse(transfer.kv_connector_extra_config)
     # vLLM gives each data-parallel engine this suffix, and tells none of them how many there are.
     assert transfer.engine_id is not None
+    if nodes_of_an_engine(vllm_config.parallel_config) > 1:  # see over_nodes() (plugin.py)
+        config = replace(config, audit=None)
     is_parallel = re.search(r"_dp\d+$", transfer.engine_id) is not None
     rank = vllm_config.parallel_config.data_parallel_index
     return config.share(rank if is_parallel or config.data_parallel_size > 1 else None)

@@ -26,7 +26,7 @@ from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout, block_of, describe, order_of_axes, page_of
 from attnstore_vllm.transfer.page_tables import MapAhead
 from attnstore_vllm.transfer.plan import LoadPlan, PassPlan, TransferPlan
-from attnstore_vllm.transfer.pool import REFUSAL, SharedPool
+from attnstore_vllm.transfer.pool import REFUSAL, SharedPool, has_room
 from attnstore_vllm.transfer.worker_copies import Loads, Saves
 from attnstore_vllm.types import Flow, Seen
 
@@ -176,7 +176,7 @@ class Worker:
         self._kv = {name: (kv_caches[name], kv_caches[name].data_ptr()) for name in self._regions}
         axes, strides = order_of_axes(first)
         node = self._node_store
-        self.description = RankDescription(
+        described = RankDescription(
             KvFacts(
                 device=_name_of(first.device),
                 dtype=str(first.dtype),
@@ -204,7 +204,8 @@ class Worker:
             replicas=self.geometry.replicas,
             groups=self._contents(kv_caches) if self._contents is not None else (),
             node=None if node is None else node.told(),
-        ).to_json()
+        )
+        self.description = described.to_json(has_room)
         self.pool.publish(self.rank, self.description)
 
     def _layouts_of(

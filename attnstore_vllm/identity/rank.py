@@ -7,7 +7,7 @@ are, so a new one cannot be forgotten. Those of RankDescription say how the rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -126,13 +126,17 @@ class RankDescription:
     """A node that is not the first, of its first rank: its name, its bytes of NVMe, and the digest
     of its weights if that is known (connector/nodes.py)."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(
+        self, has_room: Callable[[Mapping[str, Any]], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        """Args: has_room: whether so much may be said; else what an audit has to know is left
+        out."""
         found = asdict(self) | {"stages": [_runs(stage) for stage in self.stages]}
         for name in ("own_files", "why_not_moved", "why_no_page"):
             reason = found[name]
             if reason is not None and len(reason) > REASON_MAX:
                 found[name] = reason[:REASON_MAX] + " ..."
-        return found
+        return found if has_room(found) else found | {"groups": ()}
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> RankDescription:

@@ -66,6 +66,7 @@ def _off(config: StoreConfig) -> Iterator[str]:
         ("truncation", config.truncation is not None),
         ("pinning", config.pinning is not None),
         ("ttl", config.ttl_s is not None),
+        ("audit", config.audit is not None),
         ("nvme.scrub", config.nvme.scrub_bytes_per_s is not None),
         ("nvme.daily_writes", config.nvme.daily_writes_bytes is not None),
     ):

@@ -108,6 +108,7 @@ class Auditor:
         Until it has, no save begins: those who have loaded them would save them again. Written with
         the lock held, but for take_removed()."""
         self._stop_after = config.stop_after
+        self._is_by_default = config.by_default
         self._aside = aside
         self._namespace = namespace
         most = [BOUND if one is None else one.most for one in comparisons]
@@ -463,7 +464,10 @@ class Auditor:
         )
 
     def _keep(self, pair: _Pair, found: str) -> str:
-        """Where the bytes are, in words."""
+        """Where the bytes are, in words. What has a ttl would outlive it: then who runs the server
+        has to ask for the audit."""
+        if self._is_by_default and pair.stored.run.lease is not None:
+            return "Its bytes are not kept, since they have a ttl."
         name, units = pair.stored.name, self._comparison(pair).units
         head: dict[str, Any] = {
             "namespace": self._namespace.hex(),

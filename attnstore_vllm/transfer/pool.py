@@ -162,10 +162,10 @@ class SharedPool:
 
         A description that has no room becomes a refusal: a server that starts is worth more.
         """
-        raw = json.dumps(description, sort_keys=True).encode()
-        if len(raw) + 4 > _RANK_BYTES:
+        raw = _raw(description)
+        if not has_room(description):
             why = f"its description takes {len(raw)} bytes, and there is room for {_RANK_BYTES - 4}"
-            raw = json.dumps({REFUSAL: why}).encode()
+            raw = _raw({REFUSAL: why})
         at = _RANKS_AT + rank * _RANK_BYTES
         self.buffer[at + 4 : at + 4 + len(raw)] = raw
         self.buffer[at : at + 4] = struct.pack("<I", len(raw))
@@ -319,6 +319,15 @@ def peek(name: str, rank: int) -> dict[str, Any] | None:
         return _published(os.pread(fd, _RANK_BYTES, _RANKS_AT + rank * _RANK_BYTES))
     finally:
         os.close(fd)
+
+
+def has_room(description: Mapping[str, Any]) -> bool:
+    """Whether publish() would leave this description as it is."""
+    return len(_raw(description)) + 4 <= _RANK_BYTES
+
+
+def _raw(description: Mapping[str, Any]) -> bytes:
+    return json.dumps(description, sort_keys=True).encode()
 
 
 def _published(page: bytes) -> dict[str, Any] | None:

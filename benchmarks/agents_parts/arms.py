@@ -160,7 +160,7 @@ def arguments(plan: Plan, arm: Arm, directory: Path) -> list[str]:
     if arm.is_ours:
         capacity = plan.nvme_bytes if arm.has_nvme else min(plan.nvme_bytes, LOST_BYTES)
         nvme = {"path": str(directory / "kv"), "capacity": capacity}
-        transfer["kv_connector_extra_config"] = {"dram": dram, "nvme": nvme}
+        transfer["kv_connector_extra_config"] = {"dram": dram, "nvme": nvme, "audit": "off"}
         if arm.holds:
             transfer["kv_connector_extra_config"]["holding"] = HOLDS
         if not arm.has_nvme:  # the settings want one; throttled.py takes it away

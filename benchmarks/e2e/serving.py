@@ -310,7 +310,8 @@ class Setup:
     def _transfer(self, name: str, store: Path, settings: dict[str, Any]) -> str:
         """A file of settings, as users write it; with a double, vLLM's own JSON."""
         nvme = {"path": str(store), "capacity": self.size.nvme, **settings.get("nvme", {})}
-        ours = {"dram": self.size.dram, "compute_if_sooner": False, **settings, "nvme": nvme}
+        own = {"dram": self.size.dram, "compute_if_sooner": False, "audit": "off"}
+        ours = {**own, **settings, "nvme": nvme}
         if self.connector is None:
             file = self.work / f"{name}.yaml"
             file.write_text(json.dumps(ours))  # which is YAML

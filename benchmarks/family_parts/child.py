@@ -34,7 +34,7 @@ def transfer(store: Path) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "dram": "512MiB", "nvme": {"path": str(store), "capacity": "1GiB"},
-            "load_deadline": "60s", "compute_if_sooner": False,
+            "load_deadline": "60s", "compute_if_sooner": False, "audit": "off",
         },
     }  # fmt: skip
 

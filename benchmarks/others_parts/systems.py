@@ -98,6 +98,7 @@ def _attnstore(directory: Path, _: int) -> Transfer:
         "dram": DRAM_BYTES, "nvme": nvme,
         # A tiny model computes sooner than it loads, and then no fault would reach the store.
         "compute_if_sooner": False, "load_deadline": "60s",
+        "audit": "off",  # keys and checksums are seen, as of the others
     }  # fmt: skip
     return _connector("AttnStoreConnector", settings, kv_load_failure_policy="recompute")
 

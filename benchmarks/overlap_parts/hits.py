@@ -168,7 +168,9 @@ def serve(settings: Settings, name: str, shape: ModelShape) -> list[dict[str, An
     config = settings.work / "hits.yaml"
     store = settings.work / f"hits, {name}"
     nvme = {"path": str(store), "capacity": kv_bytes * 5 // 4}
-    config.write_text(json.dumps({"dram": kv_bytes, "nvme": nvme, "compute_if_sooner": False}))
+    config.write_text(
+        json.dumps({"dram": kv_bytes, "nvme": nvme, "compute_if_sooner": False, "audit": "off"})
+    )
     blocks = widest * (longest // BLOCK_TOKENS + 1 + 4)
     arguments = [
         "--max-model-len", str(shape.max_position), "--num-gpu-blocks-override", str(blocks + 1),

@@ -77,7 +77,7 @@ def start(model: Path, window: int, store: Path, row: Row) -> Any:
 
     settings = {
         "dram": "512MiB", "nvme": {"path": str(store), "capacity": "1GiB"},
-        "load_deadline": "60s", "compute_if_sooner": False,
+        "load_deadline": "60s", "compute_if_sooner": False, "audit": "off",
         "truncation": {"documents": True, "min_tokens": 32, "recompute": row.recompute,
                        "recompute_by": row.recompute_by},
     }  # fmt: skip

@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.quality.data import Ids
 from benchmarks.quality.evaluate import Settings, documents, interval
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 BESIDE = {"attnstore": {"store": False}}
 MOVED = {"attnstore": {"truncation": True, "report": True}}
@@ -98,7 +98,9 @@ def measure_served(
     with tempfile.TemporaryDirectory(prefix="attnstore-bench-", dir="/var/tmp") as name:
         work = Path(name)
         config = work / "attnstore.yaml"
-        config.write_text(f"dram: 1GiB\nnvme: {{path: {work / 'store'}, capacity: 1GiB}}\n")
+        config.write_text(
+            f"dram: 1GiB\nnvme: {{path: {work / 'store'}, capacity: 1GiB}}\n{NO_AUDIT}"
+        )
         arguments = [
             "--max-model-len",
             str(window),

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.quality.data import Ids
 from benchmarks.quality.evaluate import documents, interval
 from benchmarks.quality.served import ANSWER, BESIDE, DEV, NEW, Answer, Client, equal
-from benchmarks.server import VllmServer
+from benchmarks.server import NO_AUDIT, VllmServer
 
 NEAR = {"attnstore": {"approximate": True, "report": True}}
 EXACT = {"attnstore": {"approximate": False, "report": True}}
@@ -53,7 +53,9 @@ def measure_served_codec(
         config = work / "attnstore.yaml"
         nvme = f"{{path: {work / 'store'}, capacity: 1GiB, codec: {codec}}}"
         # Whatever is on NVMe is waited for: answers are compared, and not times.
-        said = f"dram: {DRAM}\nnvme: {nvme}\ncompute_if_sooner: false\nload_deadline: 60s\n"
+        said = (
+            f"dram: {DRAM}\nnvme: {nvme}\ncompute_if_sooner: false\nload_deadline: 60s\n{NO_AUDIT}"
+        )
         config.write_text(said)
         arguments = ["--max-model-len", str(window), "--max-num-seqs", "4", "--enforce-eager"]
         arguments += ["--kv-transfer-config", str(config)]

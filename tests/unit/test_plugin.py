@@ -282,6 +282,15 @@ def test_an_engine_on_several_machines_has_no_codec(tmp_path: Path, words: list[
     assert "where nvme.codec cannot be used" in message
 
 
+def test_an_engine_on_several_machines_has_no_audit_that_is_asked_for(tmp_path: Path) -> None:
+    """What is on by default refuses no start: see the test above."""
+    for off in ("off", "0"):
+        expand([FLAG, yaml_file(tmp_path, text(tmp_path, f"audit: {off}\n")), "--nnodes", "2"])
+    asked = yaml_file(tmp_path, text(tmp_path, "audit: 1/10000\n"))
+    message, _ = advised([FLAG, asked, "--nnodes", "2"])
+    assert "where audit cannot be used" in message
+
+
 def test_an_engine_on_each_machine_starts(tmp_path: Path) -> None:
     expand([FLAG, yaml_file(tmp_path, text(tmp_path)), "--nnodes", "2", "-dp", "2"])
 

@@ -3,22 +3,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from attnstore_vllm.config.audit import AuditConfig
+from attnstore_vllm.config.audit import BY_DEFAULT, AuditConfig
 from attnstore_vllm.connector import audit_facts
 from attnstore_vllm.connector.audit_facts import comparisons_of, units_of
-from attnstore_vllm.connector.page_contents import latent_sides, state_sides
+from attnstore_vllm.connector.build import _config as settings_of
+from attnstore_vllm.connector.nodes import check_nodes
+from attnstore_vllm.connector.page_contents import latent_sides, pages_of_groups, state_sides
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.rank import GroupPages, KvFacts, PageSide, RankDescription
 from attnstore_vllm.policy.kv_compare import KEY, VALUE
 from attnstore_vllm.transfer.geometry import Geometry, Group
+from attnstore_vllm.transfer.pool import has_room
 
 BLOCK, HEADS, DIM = 16, 2, 8
 PAGE = 2 * BLOCK * HEADS * DIM * 2
@@ -99,6 +104,69 @@ def test_what_another_connector_brings_is_not_compared(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         assert comparisons_of(AUDIT, geometry(2), [alone, beside], 0) == ()
     assert "another connector" in caplog.text
+
+
+@pytest.mark.parametrize(("why", "is_told"), [("fp8", True), (4096 * "x", False)])
+def test_what_a_rank_has_no_room_to_tell_is_left_out(why: str, is_told: bool) -> None:
+    """What has none would be a refusal, and the audit is on by default."""
+    found = described(GroupPages(2, (), why)).to_json(has_room)
+    assert has_room(found)
+    assert bool(RankDescription.of_json(json.loads(json.dumps(found))).groups) == is_told
+
+
+def test_a_rank_without_room_to_tell_of_its_pages_ends_no_start() -> None:
+    assert (
+        comparisons_of(AUDIT, geometry(2), [described(GroupPages(2, SIDES)), described()], 0) == ()
+    )
+
+
+@pytest.mark.parametrize("why", ["beside", "packed", "fp8", "one group"])
+def test_what_cannot_be_by_default_is_no_warning(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked for in the same words, and warned of, by who asks for it."""
+    groups = (Group(BLOCK, ("a",)), Group(BLOCK, ("d",), 1, "state"))
+    shape, ranks = geometry(1, 1, groups=groups), [described(*2 * [GroupPages(1, (), "fp8")])]
+    if why == "beside":
+        ranks = [replace(ranks[0], is_alone=False)]
+    if why == "packed":
+        shape = replace(shape, is_packed=True)
+    if why == "one group":
+        ranks = [described(GroupPages(1, SIDES), GroupPages(1, (), "fp8"))]
+    for config, level in ((BY_DEFAULT, logging.INFO), (AUDIT, logging.WARNING)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found = comparisons_of(config, shape, ranks, 0)
+        told = [record.levelno for record in caplog.records if "since" in record.message]
+        assert bool(found) == (why == "one group") and set(told) == {level}
+
+
+@pytest.mark.parametrize(("nodes", "is_on"), [(1, True), (2, False)])
+def test_an_engine_over_several_nodes_has_none(nodes: int, is_on: bool) -> None:
+    nvme = {"path": "/mnt/kv", "capacity": "1GiB"}
+    extra = {"dram": "1GiB", "nvme": nvme}
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra, engine_id="a"),
+        parallel_config=SimpleNamespace(nnodes_within_dp=nodes, data_parallel_index=0),
+    )
+    check_nodes(config)
+    assert (settings_of(config).audit is not None) == is_on
+
+
+def test_a_model_whose_code_ends_in_any_way_is_served() -> None:
+    """A compiler of kernels has errors of its own kind."""
+
+    class CompilationError(Exception):
+        pass
+
+    class Caches(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            raise CompilationError("no such kernel")
+
+    group = SimpleNamespace(kv_cache_spec=None, layer_names=["l0"])
+    config: Any = SimpleNamespace(kv_cache_groups=[group], num_blocks=1)
+    (found,) = pages_of_groups({}, geometry(1, 1), config, Caches())
+    assert not found.sides and "CompilationError: no such kernel" in found.why_none
 
 
 def test_where_bits_are_compared_states_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

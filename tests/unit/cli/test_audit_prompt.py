@@ -203,6 +203,8 @@ def test_doctor_knows_the_audit_and_what_it_has_left(
     path, file = tmp_path / "kv", tmp_path / "attnstore.yaml"
     plain = f"dram: 1MiB\nnvme: {{path: {path}, capacity: 1MiB}}\n"
     file.write_text(plain)
+    assert doctor_says(file) == [("ok", "one hit in 10000, up to 1,000 tokens a second")]
+    file.write_text(f"{plain}audit: 0\n")
     assert doctor_says(file) == [("note", "off: no hit is compared with what the model computes")]
     file.write_text(f"{plain}audit: {{rate: 1/200}}\n")
     assert doctor_says(file) == [("ok", "one hit in 200, up to 1,000 tokens a second")]

@@ -18,10 +18,19 @@ def parsed(audit: object, **others: Any) -> AuditConfig | None:
     return StoreConfig.parse({**MINIMAL, **others, "audit": audit}).audit
 
 
-def test_it_is_off_unless_it_is_asked_for() -> None:
-    assert StoreConfig.parse(MINIMAL).audit is None
+def test_it_is_on_unless_it_is_turned_off() -> None:
+    found = StoreConfig.parse(MINIMAL).audit
+    assert found is not None and found.by_default
+    assert (found.rate, found.tokens_per_s, found.stop_after) == (1 / 10_000, 1000.0, 3)
     assert [parsed(off) for off in (False, "off", 0)] == [None] * 3
-    assert parsed({}) == AuditConfig()
+
+
+@pytest.mark.parametrize("given", [{}, "1/10000", {"rate": "1/10000"}])
+def test_the_same_may_be_asked_for(given: object) -> None:
+    """Then a start that cannot audit is refused."""
+    found = parsed(given)
+    assert found is not None and not found.by_default
+    assert found == StoreConfig.parse(MINIMAL).audit
 
 
 @pytest.mark.parametrize(("given", "rate"), [("1/1000", 1e-3), ("1 / 20", 0.05), (0.25, 0.25)])
@@ -41,8 +50,18 @@ def test_a_rate_alone_is_short_for_a_mapping_of_it(given: object, rate: float) -
 def test_the_codec_of_dram_goes_with_an_audit_that_is_off(off: object) -> None:
     dram = {"size": "64GiB", "codec": "lossless"}
     assert parsed(off, dram=dram) is None
-    with pytest.raises(ConfigError, match="lossless and audit is set"):
-        parsed("1/1000", dram=dram)
+    given: object
+    for given in ("1/1000", "1/10000", {}):
+        with pytest.raises(ConfigError, match="lossless and audit is set"):
+            parsed(given, dram=dram)
+
+
+def test_the_codec_of_dram_turns_the_default_off() -> None:
+    """A start with it, of settings that say nothing of the audit, is not refused."""
+    dram = {"size": "64GiB", "codec": "lossless"}
+    assert StoreConfig.parse({**MINIMAL, "dram": dram}).audit is None
+    plain = StoreConfig.parse({**MINIMAL, "dram": {"size": "64GiB", "codec": "none"}})
+    assert plain.audit is not None
 
 
 def test_engines_share_what_it_may_cost() -> None:

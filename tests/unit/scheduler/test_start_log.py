@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,17 @@ def test_the_start_says_what_there_is(config: StoreConfig) -> None:
     assert said[2].endswith(f"(nvme.capacity: 256MiB) in {config.nvme.path}; io_uring")
     assert said[3] == "  off by settings: pinning, ttl, nvme.daily_writes"
     assert len(said) == 4
+
+
+@pytest.mark.parametrize(
+    "given", [{"audit": 0}, {"dram": {"size": "64MiB", "codec": "lossless"}}], ids=["0", "codec"]
+)
+def test_the_start_says_that_nothing_is_audited(tmp_path: Path, given: dict[str, Any]) -> None:
+    nvme = {"path": str(tmp_path), "capacity": "256MiB"}
+    config = StoreConfig.parse({"dram": "64MiB", "nvme": nvme, **given})
+    slab = Slab(tmp_path / "slab", 32 * MIB, replace(SHAPE, payload_bytes=MIB))
+    *_, off = lines(config, GEOMETRY, slab)
+    assert off == "  off by settings: pinning, ttl, audit, nvme.daily_writes"
 
 
 def test_other_models_and_groups_have_lines_of_their_own(config: StoreConfig) -> None:

@@ -27,6 +27,7 @@ from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.policy.kv_causes import ALL_DIFFER
 from attnstore_vllm.policy.kv_compare import STATE_BOUND, Comparison, Side, Unit
 from attnstore_vllm.policy.learned_bound import PAIRS
+from attnstore_vllm.policy.visits import unknown_run
 from attnstore_vllm.preflight import SLAB_NAME
 from attnstore_vllm.store import trial
 from attnstore_vllm.tiers.nvme.aside import Aside, is_stopped, kept, stopped_path, stops
@@ -331,6 +332,19 @@ def test_no_more_is_kept_than_there_is_room_for(
     files = [path for path, _ in kept(tmp_path)] if keep_bytes else []
     assert len(files) == (1 if keep_bytes else 0)
     assert keep_bytes or not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("by_default", [False, True])
+@pytest.mark.parametrize("ttl_s", [None, 3600.0])
+def test_what_has_a_ttl_is_kept_only_if_the_audit_is_asked_for(
+    open_rig: Rigs, tmp_path: Path, by_default: bool, ttl_s: float | None
+) -> None:
+    rig, _ = audited(open_rig, tmp_path, audit={"by_default": by_default})
+    chunk = stored(rig, conversation(1), payload=bytes(PAYLOAD_BYTES))
+    chunk.run = unknown_run(time.monotonic(), ttl_s)
+    compare(rig, chunk, payload_of(chunk.name))
+    assert outcomes(rig) == {"differed": 1}
+    assert bool(list(kept(tmp_path))) == (ttl_s is None or not by_default)
 
 
 def test_after_so_many_hits_nothing_is_served(
