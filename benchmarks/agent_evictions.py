@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
@@ -180,7 +180,7 @@ def measure(
     return [
         {
             "dram": dram, "nvme": nvme, "hints": arm, "evicted": one.evicted,
-            "came_back": one.came_back, "tokens": one.came_back * trace.chunk_tokens,
+            "evicted_back": one.evicted_back, "came_back": one.came_back, "tokens": one.came_back * trace.chunk_tokens,
             "over_none": over(one, found["none"]), "over_lru": over(one, found["lru"]),
             "found": round(one.found, 4),
         }
@@ -233,7 +233,8 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
         ("DRAM, hints", "evicted", "of it came back", "came back", "over none", "over lru", "found")
     ]
     cells += [
-        (f"{row['dram']:.0%}, {row['hints']}", f"{row['evicted']:,}", f"{row['came_back']:,}",
+        (f"{row['dram']:.0%}, {row['hints']}", f"{row['evicted']:,}",
+         f"{row['evicted_back']:,}", f"{row['came_back']:,}",
          *("-" if row[base] is None else f"{row[base]:.2f}" for base in ("over_none", "over_lru")),
          f"{row['found']:.1%}")
         for row in rows
