@@ -180,7 +180,8 @@ def measure(
     return [
         {
             "dram": dram, "nvme": nvme, "hints": arm, "evicted": one.evicted,
-            "evicted_back": one.evicted_back, "came_back": one.came_back, "tokens": one.came_back * trace.chunk_tokens,
+            "evicted_back": one.evicted_back, "came_back": one.came_back,
+            "tokens": one.came_back * trace.chunk_tokens,
             "over_none": over(one, found["none"]), "over_lru": over(one, found["lru"]),
             "found": round(one.found, 4),
         }
