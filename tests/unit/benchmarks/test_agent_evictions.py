@@ -58,8 +58,11 @@ def test_what_there_was_no_room_to_save_comes_back_too() -> None:
 
 
 def test_each_return_counts_once() -> None:
-    twice = trace_of(*[("a", range(3)), ("b", range(3, 6))] * 3)
-    assert counted(twice, "lru", 3).came_back == 4 * 3
+    a, b = ("a", range(3)), ("b", range(3, 6))
+    found = counted(trace_of(a, b, a, a), "lru", 4)
+    assert (found.evicted_back, found.came_back) == (2, 2)
+    found = counted(trace_of(a, b, a, b, a, b), "lru", 3)
+    assert (found.evicted_back, found.came_back) == (4 * 3, 4 * 3)
 
 
 def test_an_oracle_keeps_what_comes_back_first() -> None:
