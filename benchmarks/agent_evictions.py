@@ -82,8 +82,9 @@ class Evictions(Announced):
     def asked(self, keys: Sequence[bytes]) -> None:
         """A request's prompt has these whole chunks. Once it is served, all are computed."""
         find = self._index.entries.find
-        self.came_back += sum(key in self._asked and find(key) < 0 for key in keys)
-        self.evicted_back += sum(key in self._gone for key in keys)
+        missing = [key for key in keys if find(key) < 0]  # what was evicted may be saved again
+        self.came_back += sum(key in self._asked for key in missing)
+        self.evicted_back += sum(key in self._gone for key in missing)
         self._gone.difference_update(keys)
         self._asked.update(keys)
 
@@ -230,16 +231,13 @@ def verdict(rows: Sequence[dict[str, Any]], base: str) -> str:
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [
-        ("DRAM, hints", "evicted", "of it came back", "came back", "over none", "over lru", "found")
-    ]
-    cells += [
-        (f"{row['dram']:.0%}, {row['hints']}", f"{row['evicted']:,}",
-         f"{row['evicted_back']:,}", f"{row['came_back']:,}",
-         *("-" if row[base] is None else f"{row[base]:.2f}" for base in ("over_none", "over_lru")),
-         f"{row['found']:.1%}")
-        for row in rows
-    ]  # fmt: skip
+    heads = "evicted", "of it came back", "came back in all", "over none", "over lru", "found"
+    cells: list[Sequence[str]] = [("DRAM, hints", *heads)]
+    for row in rows:
+        counts = (f"{row[key]:,}" for key in ("evicted", "evicted_back", "came_back"))
+        ratios = (row[base] for base in ("over_none", "over_lru"))
+        shown = ("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        cells.append((f"{row['dram']:.0%}, {row['hints']}", *counts, *shown, f"{row['found']:.1%}"))
     return table(cells)
 
 

@@ -10,9 +10,11 @@ import numpy as np
 
 from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
+from attnstore_vllm.index.prefix import PrefixIndex
 from benchmarks.agent_evictions import (
     ARMS,
     Counted,
+    Evictions,
     counted,
     oracle,
     over,
@@ -20,6 +22,7 @@ from benchmarks.agent_evictions import (
     whole_sessions,
     with_hints,
 )
+from benchmarks.edited_contexts import stored
 
 SIZE = 64
 
@@ -50,6 +53,17 @@ def test_what_another_tier_still_has_does_not_count() -> None:
     found = counted(BACK, "lru", 4, nvme=20)
     assert (found.evicted, found.evicted_back, found.came_back) == (0, 0, 0)
     assert found.found > counted(BACK, "lru", 4).found
+
+
+def test_what_was_evicted_and_saved_again_does_not_count() -> None:
+    chunk, *_ = stored([1] * 256)[2]
+    key, index = chunk.name.key, PrefixIndex(256)
+    seen = Evictions(index)
+    seen.asked([key])
+    seen.gone(key)
+    index.add(chunk)
+    seen.asked([key])
+    assert (seen.evicted, seen.evicted_back, seen.came_back) == (1, 0, 0)
 
 
 def test_what_there_was_no_room_to_save_comes_back_too() -> None:
