@@ -45,8 +45,8 @@ from attnstore_vllm.index.prefix import PrefixIndex
 from attnstore_vllm.tiers.announced import Announced
 from benchmarks.quick import RESULTS, destination
 
-CAPACITIES: Final = (0.01, 0.02, 0.05, 0.1, 0.2)
-"""DRAM, as shares of the distinct chunks."""
+CAPACITIES: Final = (0.02, 0.05, 0.1, 0.2)
+"""DRAM, as shares of the distinct chunks. One hundredth is less than a prompt."""
 REQUESTS: Final = 2000
 SESSIONS_S: Final = 0.02
 CHUNK_TOKENS: Final = 1024
@@ -156,16 +156,11 @@ def oracle(trace: Trace, slots: int, step: Callable[[], object] = lambda: None) 
     return Counted(stored - left, came_back, came_back, found / trace.num_tokens)
 
 
-def whole_sessions(trace: Trace, number: int) -> Trace:
-    """Sessions in the order in which they begin, until they have so many requests."""
-    by_session: dict[str, list[TraceRequest]] = {}
-    for request in trace.requests:
-        by_session.setdefault(request.told["session"].split("/")[0], []).append(request)
-    kept: list[TraceRequest] = []
-    for requests in by_session.values():
-        if len(kept) >= number:
-            break
-        kept += requests
+def every_so_many(trace: Trace, number: int) -> Trace:
+    """Every so many-th session, for about so many requests. They begin when they did among all, so
+    that as large a part of them is over when others come."""
+    every = max(1, round(len(trace.requests) / number))
+    kept = [r for r in trace.requests if int(r.told["session"].split("/")[0]) % every == 0]
     return make_trace(trace.name, trace.chunk_tokens, kept)
 
 
@@ -244,7 +239,7 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests", type=int, help=f"of whole sessions; published: {REQUESTS}")
+    parser.add_argument("--requests", type=int, help=f"about so many, of whole sessions; published: {REQUESTS}")
     parser.add_argument("--nvme", type=float, default=0.0, help="share of the chunks; hours")
     parser.add_argument("--json", action="store_true", help="write agent_evictions.json, too")
     parser.add_argument("--out", type=Path, help="of --json")
@@ -253,7 +248,7 @@ def main() -> None:
     out = destination(RESULTS / "agent_evictions.json", args.out, is_quick=is_quick)
     where, today = machine(), date.today().isoformat()
     trace = read_trace(args.trace, Arrivals(sessions_s=SESSIONS_S), chunk_tokens=CHUNK_TOKENS)
-    trace = whole_sessions(trace, args.requests or REQUESTS)
+    trace = every_so_many(trace, args.requests or REQUESTS)
     total = len(CAPACITIES) * len(ARMS) * len(trace.requests)
     with progress("requests served", total) as bar:
 

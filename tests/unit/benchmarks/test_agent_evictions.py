@@ -10,16 +10,15 @@ import numpy as np
 
 from attnstore_lab.sim.formats import Arrivals, read_trace
 from attnstore_lab.sim.trace import Trace, TraceRequest, make_trace
-from attnstore_vllm.index.prefix import PrefixIndex
 from benchmarks.agent_evictions import (
     ARMS,
     Counted,
     Evictions,
     counted,
+    every_so_many,
     oracle,
     over,
     verdict,
-    whole_sessions,
     with_hints,
 )
 from benchmarks.edited_contexts import stored
@@ -56,13 +55,11 @@ def test_what_another_tier_still_has_does_not_count() -> None:
 
 
 def test_what_was_evicted_and_saved_again_does_not_count() -> None:
-    chunk, *_ = stored([1] * 256)[2]
-    key, index = chunk.name.key, PrefixIndex(256)
+    index, _, (chunk, *_) = stored([1] * 256)
     seen = Evictions(index)
-    seen.asked([key])
-    seen.gone(key)
-    index.add(chunk)
-    seen.asked([key])
+    seen.asked([chunk.name.key])
+    seen.gone(chunk.name.key)
+    seen.asked([chunk.name.key])
     assert (seen.evicted, seen.evicted_back, seen.came_back) == (1, 0, 0)
 
 
@@ -104,14 +101,14 @@ def test_what_a_recorded_session_tells(tmp_path: Path) -> None:
     file = tmp_path / "t"
     file.write_text("\n".join([json.dumps(session)] * 2))
     trace = read_trace(file, Arrivals(sessions_s=0.001))
-    first = whole_sessions(trace, 1)
+    first = every_so_many(trace, 3)
     assert [dict(request.told) for request in first.requests] == [
         {"session": "0/main", "agent": "m", "tool": "words", "ended": False},
         {"session": "0/main", "agent": "m", "tool": "result", "ended": True},
         {"session": "0/main/2", "parent": "0/main", "agent": "Explore", "tool": "words",
          "ended": True},
     ]  # fmt: skip
-    assert len(whole_sessions(trace, 4).requests) == 6
+    assert len(every_so_many(trace, 6).requests) == 6
     said = with_hints(first, ARMS["ended"]).requests[2].hints
     assert said == {"attnstore": {"session": "0/main/2", "parent": "0/main", "ended": True}}
 
