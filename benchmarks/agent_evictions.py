@@ -239,7 +239,9 @@ def lines(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests", type=int, help=f"about so many, of whole sessions; published: {REQUESTS}")
+    parser.add_argument(
+        "--requests", type=int, help=f"about so many, of whole sessions; published: {REQUESTS}"
+    )
     parser.add_argument("--nvme", type=float, default=0.0, help="share of the chunks; hours")
     parser.add_argument("--json", action="store_true", help="write agent_evictions.json, too")
     parser.add_argument("--out", type=Path, help="of --json")
