@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -28,6 +28,9 @@ from attnstore_lab.sim.trace import Trace, TraceError, TraceRequest, make_trace
 
 SESSION_STRIDE = 1 << 32
 """Chunks of different sessions are different ones: their numbers lie so far apart."""
+MAIN: Mapping[str, str] = {"session": "main"}
+"""The agent that a session begins with; those that it begins are its children."""
+IDS = frozenset({"session", "parent"})
 TURN_TOKENS = 4
 """That a chat template puts around the text of a turn."""
 LETTERS_A_TOKEN = 4
@@ -167,8 +170,10 @@ def _sessions(path: Path, lines: _Lines, arrivals: Arrivals, chunk_tokens: int) 
     found = []
     for number, (start_s, session) in enumerate(_begin([s for s in sessions if s], arrivals)):
         for request in session:
-            chunks = request.chunks + number * SESSION_STRIDE
-            found.append(replace(request, arrival_s=start_s + request.arrival_s, chunks=chunks))
+            chunks, at = request.chunks + number * SESSION_STRIDE, start_s + request.arrival_s
+            ids = {k: f"{number}/{request.told[k]}" for k in request.told.keys() & IDS}
+            told = {**request.told, **ids}
+            found.append(replace(request, arrival_s=at, chunks=chunks, told=told))
     return make_trace(path.name, chunk_tokens, found)
 
 
@@ -180,16 +185,25 @@ def _session(where: str, entry: Any, chunk_tokens: int) -> Iterator[TraceRequest
 
 
 def _requests_of(
-    where: str, entry: Any, block_tokens: int, chunk_tokens: int, since_s: float = 0.0
+    where: str,
+    entry: Any,
+    block_tokens: int,
+    chunk_tokens: int,
+    since_s: float = 0.0,
+    whose: Mapping[str, str] = MAIN,
 ) -> Iterator[TraceRequest]:
+    """Args: whose: session, and parent if it has one."""
     is_list = "a list of requests"
     requests = _get(where, entry, "requests", lambda value: isinstance(value, list), is_list)
+    own = [n for n, one in enumerate(requests) if not (isinstance(one, dict) and "requests" in one)]
     for number, request in enumerate(requests):
         here = f"{where}, request {number}"
         if isinstance(request, dict) and "requests" in request:  # of another agent
             # Its requests count from its own beginning, and that from the session's.
             begun_s = _get(here, {"t": 0.0, **request}, "t", _is_time, "seconds")
-            yield from _requests_of(here, request, block_tokens, chunk_tokens, since_s + begun_s)
+            child = {"session": f"{whose['session']}/{number}", "parent": whose["session"]}
+            sizes = block_tokens, chunk_tokens
+            yield from _requests_of(here, request, *sizes, since_s + begun_s, child)
             continue
         time_s = since_s + _get(here, request, "t", _is_time, "seconds")
         num_tokens = _get(here, request, "in", _is_count, "a number of tokens")
@@ -200,7 +214,14 @@ def _requests_of(
         chunks = np.concatenate([np.empty(0, np.int64), *blocks])[every - 1 :: every]
         if len(chunks):
             known = len(chunks) * chunk_tokens
-            yield TraceRequest(time_s, chunks, max(num_tokens, known), answer, known)
+            told = {**whose, **_told(entry, request), "ended": number == own[-1]}
+            yield TraceRequest(time_s, chunks, max(num_tokens, known), answer, known, told=told)
+
+
+def _told(entry: Any, request: Any) -> dict[str, str]:
+    """The kind of agent, and whether a tool has answered it. No file names the tools."""
+    asked = "result" if "tool_result" in str(request.get("input_types")) else "words"
+    return {"agent": str(entry.get("subagent_type", request.get("model"))), "tool": asked}
 
 
 def _is_runs(value: Any) -> bool:

@@ -73,6 +73,7 @@ class Job(Plain):
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.request.num_tokens
+        self.kv_transfer_params = self.request.hints
 
     @property
     def all_token_ids(self) -> Sequence[int]:

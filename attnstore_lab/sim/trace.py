@@ -11,8 +11,9 @@ numbers agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,8 @@ class TraceRequest:
         known_tokens: of prompt and answer, those that `chunks` stands for.
         session: whose next request comes `think_s` after the answer of the one before, when the
             server is simulated too; -1: it comes at its time, whether or not the server is ready.
+        told: what its client could say of it, by the names of hints, as far as the trace knows.
+        hints: what it does say, as kv_transfer_params.
     """
 
     arrival_s: float
@@ -44,6 +47,8 @@ class TraceRequest:
     known_tokens: int
     session: int = -1
     think_s: float = 0.0
+    told: Mapping[str, Any] = field(default_factory=dict)
+    hints: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
