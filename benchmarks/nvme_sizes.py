@@ -9,7 +9,8 @@ DRAM) and speed (GB/s, each way) of the disk: by how many points the part of the
 found is above that without NVMe.
 
 One draw says little: what is found without NVMe alone may change by some points where DRAM has a
-slot more. So the mean of several draws is what counts.
+slot more. So the mean of several draws is what counts: of a recorded trace, with DRAM of so many
+sizes, 1 % apart.
 """
 
 from __future__ import annotations
@@ -77,9 +78,7 @@ def read(path: Path, count: int) -> tuple[Trace, Machine]:
     return replace(trace, requests=requests, num_chunks=num_chunks), machine
 
 
-def found(
-    trace: Trace, policy: str, size: float | None, speed: float = 1.0, machine: Machine = MACHINE
-) -> float:
+def found(trace: Trace, policy: str, size: float | None, speed: float, machine: Machine) -> float:
     """The part of the history that is found, in percent; of all prompts, where the trace does not
     say what goes on with what.
 
@@ -98,18 +97,25 @@ def found(
     return 100 * (outcome.history_hit_share if has_sessions else outcome.hit_tokens_share)
 
 
+def sizes_of_dram(machine: Machine, count: int) -> list[Machine]:
+    """So many, whose DRAM is 1 % apart, around that of this one."""
+    return [
+        replace(machine, dram=int(machine.dram * (1 + (number - (count - 1) / 2) / 100)))
+        for number in range(count)
+    ]
+
+
 def sweep(
-    traces: Sequence[Trace],
+    draws: Sequence[tuple[Trace, Machine]],
     policy: str,
     sizes: Sequence[float],
     speeds: Iterable[float],
-    machine: Machine = MACHINE,
 ) -> tuple[float, dict[float, list[float]]]:
     """What is found without NVMe, and by speed how much more it is with each size. Means of the
-    traces."""
+    draws."""
 
     def mean(size: float | None, speed: float = 1.0) -> float:
-        return fmean(found(trace, policy, size, speed, machine) for trace in traces)
+        return fmean(found(trace, policy, size, speed, machine) for trace, machine in draws)
 
     without = mean(None)
     return without, {speed: [mean(size, speed) - without for size in sizes] for speed in speeds}
@@ -127,13 +133,13 @@ def main() -> None:
     parser.add_argument("--speeds", nargs="+", type=float, default=SPEEDS)
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.draws)
-    traces, machine = [conversations(args.conversations, seed) for seed in seeds], MACHINE
+    draws = [(conversations(args.conversations, seed), MACHINE) for seed in seeds]
     if args.trace is not None:
         trace, machine = read(args.trace, args.requests)
-        traces = [trace]
+        draws = [(trace, size) for size in sizes_of_dram(machine, args.draws)]
     worst = 0.0
     for policy in args.policies:
-        without, more = sweep(traces, policy, args.sizes, args.speeds, machine)
+        without, more = sweep(draws, policy, args.sizes, args.speeds)
         print(f"{policy}: {without:.1f} % without NVMe; with one of so many times DRAM:")
         print("   GB/s  " + "".join(f"{size:>8}" for size in args.sizes))
         for speed, points in more.items():

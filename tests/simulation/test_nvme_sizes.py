@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.nvme_sizes import conversations, sweep
+from benchmarks.nvme_sizes import MACHINE, conversations, sweep
 
 SIZES, SPEEDS = (0.1, 0.5, 2.0), (0.1, 5.0)
 DRAWS = 6
@@ -16,7 +16,7 @@ LOSS_MAX = 1.0
 
 @pytest.mark.parametrize("policy", ["lru-ahead", "attnstore", "fifo"])
 def test_nvme_is_never_worse_than_none(policy: str) -> None:
-    draws = [conversations(30, seed) for seed in range(1, 1 + DRAWS)]
+    draws = [(conversations(30, seed), MACHINE) for seed in range(1, 1 + DRAWS)]
     without, more = sweep(draws, policy, SIZES, SPEEDS)
     assert without > 30
     worst = min(points for row in more.values() for points in row)

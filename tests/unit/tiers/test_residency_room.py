@@ -384,13 +384,22 @@ def test_what_was_given_up_is_fetched_again_when_there_is_room(tiers: Tiers) -> 
     assert cold[4].dram.state is State.ABSENT
 
 
-def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) -> None:
+def test_a_save_takes_nothing_that_a_request_waits_for(tiers: Tiers) -> None:
     cold = tiers.cold(0)
     dirty = [tiers.save(n) for n in range(1, 4)]
     tiers.wait("a", cold)
     assert tiers.fetch() is cold
     tiers.save(5)
-    assert (cold.dram.state, cold.at(NVME).state) == (State.ABSENT, State.READY)
+    assert cold.dram.state is State.READY
+    assert [chunk.dropped for chunk in dirty] == [True, False, False]
+    assert tiers.counts["lost"] == 1
+
+
+def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) -> None:
+    clean = tiers.clean(0)
+    dirty = [tiers.save(n) for n in range(1, 4)]
+    tiers.save(5)
+    assert (clean.dram.state, clean.at(NVME).state) == (State.ABSENT, State.READY)
     tiers.save(6)
     assert [chunk.dropped for chunk in dirty] == [True, False, False]
     assert tiers.counts["lost"] == 1
