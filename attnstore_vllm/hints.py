@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import seconds_of
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.policy.priority import Priority
@@ -113,6 +114,18 @@ class HintReader:
         }
         self.ttl_s = ttl_s
         self._longest_pin_s = longest_pin_s
+
+    @classmethod
+    def from_settings(cls, config: StoreConfig) -> HintReader:
+        pinning = config.pinning
+        return cls(
+            config.ttl_s,
+            pinning.longest_s if pinning is not None else None,
+            may_truncate=config.truncation is not None,
+            may_approximate=config.nvme.changed_by is not None,
+            may_audit=config.audit is not None,
+            salted_only=config.shared_by == "salted",
+        )
 
     def read(self, params: object) -> Hints:
         """The hints in Request.kv_transfer_params, of any type. Cost: constant."""

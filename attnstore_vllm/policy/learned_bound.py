@@ -18,8 +18,9 @@ from typing import Any, Final, NamedTuple
 
 from attnstore_vllm.policy.kv_compare import BOUND
 
-VERSION: Final = 2
-"""The form that as_json() writes. A distance was another one before."""
+VERSION: Final = 3
+"""The form that as_json() writes. In the first a distance was another one, and bounds of the second
+may have been widened by pairs that were never seen."""
 PAIRS: Final = 32
 """Chunks that are to be seen first ..."""
 HITS: Final = 8
@@ -88,11 +89,14 @@ class LearnedBound(NamedTuple):
             alike = [known[-1]]
         if not alike or distance > alike[0].distance:
             kept = [one for one in known if all(one is not gone for gone in alike)]
-            if len(alike) == 2:  # its hit is of one, its key of the other: both stay taken
+            if len(alike) == 2:  # its hit is of one, its key of the other
                 by_hit, by_key = sorted(alike, key=lambda one: one.hit != hit)
-                kept.append(Far(alike[1].distance, by_key.hit, by_hit.key))
+                kept.append(Far(0.0, by_key.hit, by_hit.key))  # taken, but no pair has shown more
             kept.append(Far(distance, hit, key))
-            known = tuple(sorted(kept, key=lambda one: -one.distance))
+            kept.sort(key=lambda one: -one.distance)
+            found = LearnedBound(self.pairs, tuple(kept))
+            if found.rounding >= self.rounding:  # else two that were seen show more than one
+                known = found.farthest
         return LearnedBound(self.pairs + is_new, known)
 
 

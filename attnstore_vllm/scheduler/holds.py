@@ -218,7 +218,7 @@ class Holds:
         """A request has ended, and has its blocks still.
 
         Args:
-            blocks: from its first token on.
+            blocks: from its first token on. None: what is in them may be wrong, and is not held.
         """
         request_id = request.request_id
         waiting = self.waiting.pop(request_id, None)

@@ -147,7 +147,7 @@ class Scheduler:
         self.audits = audits = Audits(store, geometry, plans, config.audit, clock)
         given = (store, geometry, costs, waits, plans, moved, saving.counts, audits, self.stages)
         self._offers = Offers(*given, self.documents, cuts_hits=engine.cuts_hits)
-        self._hints, self._sessions = hint_reader(config), Sessions()
+        self._hints, self._sessions = HintReader.from_settings(config), Sessions()
         self.holds = holds_of(config.holding, engine, geometry, costs, self._hints)
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -511,6 +511,8 @@ class Scheduler:
                 state.be_of_weights(self.namespace)
                 state.computing.is_outdated |= self._watch.hbm_is_mixed
         self._save_anew()
+        if self.holds is not None:
+            self.holds.clear()
 
     def _heed_audit(self) -> None:
         """Nothing is saved that may have been computed behind what an audit has removed: requests
@@ -523,6 +525,8 @@ class Scheduler:
         if audit.take_removed():
             self._watch.hbm_is_mixed = True
             self.rests.clear()
+            if self.holds is not None:
+                self.holds.clear()
             for state in self.requests.values():
                 computing = state.computing
                 computing.is_outdated |= computing.first > 0 or state.offered is not None
@@ -535,6 +539,8 @@ class Scheduler:
         saved: they may have KV of both.
         """
         mixed = self.adapters.on_report(report.number, report.adapters)
+        if mixed and self.holds is not None:
+            self.holds.clear()
         wrong = self.plans.saving_of_others(report.adapters, mixed, self.adapters)
         if wrong:
             self.store.drop(wrong)
@@ -624,7 +630,11 @@ class Scheduler:
             self.adapters.leave(request.request_id)
         self._alive.discard(request.request_id)
         if self.holds is not None:
-            self.holds.ended(request, block_ids[0] if block_ids else ())
+            state = self.requests.get(request.request_id)
+            is_wrong = self._watch.hbm_is_mixed or self.store.is_distrusted  # it may be
+            is_wrong |= state is not None and state.computing.is_outdated
+            is_wrong |= self.adapters.may_be_mixed(request, request.num_computed_tokens)
+            self.holds.ended(request, block_ids[0] if block_ids and not is_wrong else ())
 
     # ---- the rest ----------------------------------------------------------------------
 
@@ -686,15 +696,3 @@ class Scheduler:
         assert not any(state.offered for state in self.requests.values())
         self.store.check_integrity()
         assert self.store.residency.num_held() == 0
-
-
-def hint_reader(config: StoreConfig) -> HintReader:
-    pinning = config.pinning
-    return HintReader(
-        config.ttl_s,
-        pinning.longest_s if pinning is not None else None,
-        may_truncate=config.truncation is not None,
-        may_approximate=config.nvme.changed_by is not None,
-        may_audit=config.audit is not None,
-        salted_only=config.shared_by == "salted",
-    )

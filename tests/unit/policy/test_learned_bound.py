@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from itertools import count
+from itertools import combinations, count
 from math import inf, nan
 from random import Random
 
@@ -125,9 +125,10 @@ def test_it_is_read_as_it_was_written(groups: list[list[float]]) -> None:
 
 
 def test_what_was_written_of_another_distance_is_learned_anew() -> None:
-    """One over all blocks of a chunk, which is smaller: the version before had it."""
+    """One over all blocks of a chunk, which is smaller: the first version had it. The second one
+    may have been widened by pairs that were never seen."""
     assert bounds_from([[40, 0.01]], 1) == [LearnedBound()]
-    for version in (1, VERSION + 1):
+    for version in (1, 2, VERSION + 1):
         said = {"version": version, "groups": [[40, [0.01] * HITS]]}
         assert bounds_from(said, 1) == [LearnedBound()]
 
@@ -163,3 +164,65 @@ def test_two_wrong_chunks_count_as_two_in_any_order() -> None:
             of_hits, of_keys = ({far[at] for far in bound.farthest} for at in (1, 2))
             assert len(of_hits) == len(of_keys) == len(bound.farthest)
         assert bound.value == LEAST
+
+
+HISTORIES = [*range(300), 1232, 1379, 2437]
+"""Seeds. The last ones widened a bound by a pair that was never seen."""
+
+
+def third_of(seen: set[tuple[float, int, bytes]]) -> float:
+    """The largest distance that three pairs of other hits and other chunks each have shown."""
+    best = 0.0
+    for three in combinations(sorted(seen, reverse=True), 3):
+        if all(len({pair[at] for pair in three}) == 3 for at in (1, 2)):
+            best = max(best, three[2][0])
+    return best
+
+
+def some_pairs(random: Random) -> list[tuple[float, int, bytes]]:
+    """Of few hits that have few chunks, in any order."""
+    num_hits, num_keys = random.randint(1, 5), random.randint(1, 5)
+    pairs: list[tuple[float, int, bytes]] = []
+    for _ in range(random.randint(3, 25)):
+        distance = random.choice([random.uniform(0.2, 0.4), 0.3, 0.005])
+        pairs.append((distance, random.randint(0, num_hits), b"%d" % random.randint(0, num_keys)))
+    if random.random() < 0.5:
+        pairs = [pair for pair in pairs if pair[1] == 0 or pair[2] == b"0"]
+    return pairs
+
+
+def test_no_more_is_believed_than_three_hits_have_shown() -> None:
+    """Compared with all threes there are. Nor is less believed than before."""
+    for seed in HISTORIES:
+        bound, seen = NOTHING, set[tuple[float, int, bytes]]()
+        for pair in some_pairs(Random(seed)):
+            before, bound = bound.rounding, bound.and_one(*pair)
+            seen.add(pair)
+            shown = third_of(seen)
+            assert before <= bound.rounding <= min(max(seen)[0], TIMES * shown), seed
+            assert len(bound.farthest) < SHOWN or bound.farthest[SHOWN - 1].distance <= shown, seed
+
+
+def test_a_wrong_hit_and_a_wrong_chunk_count_as_two() -> None:
+    """However many chunks the one has, and hits the other."""
+    for seed in range(300):
+        random, bound = Random(seed), NOTHING
+        wrong = [(0, b"wrong %d" % key) for key in range(random.randint(2, 5))]
+        wrong += [(hit, b"wrong") for hit in range(random.randint(2, 5))]
+        pairs = [(random.uniform(0.25, 0.4), hit, key) for hit, key in wrong]
+        usual = [(0.005, hit, b"%d" % hit) for hit in range(20, 60)]
+        early = random.randint(0, 6)
+        pairs += usual[:early]
+        random.shuffle(pairs)
+        for distance, hit, key in pairs + usual[early:]:
+            if distance <= bound.value:
+                bound = bound.and_one(distance, hit, key)
+        assert bound.value == LEAST, seed
+
+
+def test_a_pair_between_two_that_were_far_apart_does_not_narrow_it() -> None:
+    """It is of the hit of the one, and of the other's chunk."""
+    bound = learned([*USUAL, 0.05, 0.05, 0.05])
+    one, two, _ = bound.farthest[:SHOWN]
+    assert bound.and_one(0.051, one.hit, two.key).value >= bound.value
+    assert bound.and_one(0.051, two.hit, one.key).value >= bound.value
