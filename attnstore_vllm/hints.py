@@ -146,7 +146,7 @@ class HintReader:
         pin_s = min(times) if said.get("pin") and not ended else None
         return Hints(
             store=said.get("store", True),
-            terms=Terms(level, ttl_s, pin_s, "session" in said),
+            terms=Terms(level, ttl_s, pin_s),
             truncation=said.get("truncation"),
             approximate=said.get("approximate"),
             report=said.get("report", False),

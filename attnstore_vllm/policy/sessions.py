@@ -51,6 +51,11 @@ class SessionTable:
             if len(children) > CHILDREN_MAX:
                 children.popitem(last=False)
 
+    def numbers(self, tenant: bytes, session: str) -> frozenset[int]:
+        """Those of its last runs. Cost: O(RUNS_MAX)."""
+        found = self._sessions.get((tenant, session))
+        return frozenset() if found is None else frozenset(run.number for run in found.runs)
+
     def end(self, tenant: bytes, session: str) -> list[Run]:
         """The runs of this session and of those that it has begun, which are forgotten with it; the
         session's own first. Cost: O(ENDED_MAX)."""

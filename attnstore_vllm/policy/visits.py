@@ -37,8 +37,9 @@ class Terms:
     """After so long without use it is not found any more. None: as long as there is room."""
     pin_s: float | None = None
     """So long its prompt's KV is not evicted, if its tenant's share allows."""
-    is_named: bool = field(default=False, compare=False)
-    """Its session has a name, by which all that it has left can end later."""
+    session: frozenset[int] | None = None
+    """The numbers of the last runs of its session, if that has a name, by which all that it has
+    left can end later."""
 
 
 NO_TERMS = Terms()
@@ -341,9 +342,9 @@ def visit_of(
             priority = max(priority, *(last.priority for last in lasts))
         return Run(number, kind, now, is_shared, priority, lease, lots=lots)
 
-    parts: list[tuple[int, Run]] = []
-    start = 0
-    for stop, lease in _shared_leases(last_runs[:num_shared], own_lease, ttl_s, now):
+    parts, start = list[tuple[int, Run]](), 0
+    num_told = len(marks) if terms.session is not None else 0
+    for stop, lease in _shared_leases(last_runs[:num_shared], own_lease, ttl_s, now, num_told):
         parts.append((stop, run(start, stop, lease, is_shared=True)))
         if start:
             parts[-1][1].before = parts[-2][1]
@@ -358,7 +359,11 @@ def visit_of(
 
 
 def _shared_leases(
-    last_runs: Sequence[Run | None], asked: Lease | None, ttl_s: float | None, now: float
+    last_runs: Sequence[Run | None],
+    asked: Lease | None,
+    ttl_s: float | None,
+    now: float,
+    num_told: int,
 ) -> list[tuple[int, Lease | None]]:
     """Leases of shared chunks, and up to which chunk each is for: the longest of all who used a
     chunk. Who uses a chunk uses those before it, so none is kept longer than those.
@@ -367,6 +372,7 @@ def _shared_leases(
         last_runs: of the shared chunks, the run that used each last, with its lease.
         asked: the lease that this request's own chunks get.
         ttl_s: of all chunks.
+        num_told: so many leading chunks are told apart by who has left them, too.
     """
     most = math.inf if ttl_s is None else ttl_s
     longest, end, stop = 0.0, 0.0, len(last_runs)
@@ -383,7 +389,36 @@ def _shared_leases(
             found.append((stop, None if longest == math.inf else Lease(longest, end)))
         stop -= of_run
     first = found[::-1][:SHARED_RUNS_MAX]
-    return [*first[:-1], (len(last_runs), first[-1][1])] if first else [(0, lease_for(ttl_s, now))]
+    if not first:
+        return [(0, lease_for(ttl_s, now))]
+    return _cut_by_lots([*first[:-1], (len(last_runs), first[-1][1])], last_runs[:num_told])
+
+
+def _cut_by_lots(
+    leases: list[tuple[int, Lease | None]], last_runs: Sequence[Run | None]
+) -> list[tuple[int, Lease | None]]:
+    """The same, cut also where other requests have left the chunks, while SHARED_RUNS_MAX allows,
+    the first chunks first. So what a session shares with its own requests ends with it, though
+    strangers share the system prompt before it.
+
+    Args:
+        last_runs: of the leading shared chunks, the run that used each last.
+    """
+    stops, room = {stop for stop, _ in leases}, SHARED_RUNS_MAX - len(leases)
+    cuts, start = list[int](), 0
+    for _, chunks in groupby(last_runs, lambda run: run.as_lots() if run is not None else ()):
+        if start and start not in stops and len(cuts) < room:
+            cuts.append(start)
+        start += len([*chunks])
+    ends = iter(leases)
+    stop, lease = next(ends)
+    found = list[tuple[int, Lease | None]]()
+    for cut in cuts:
+        while stop < cut:
+            found.append((stop, lease))
+            stop, lease = next(ends)
+        found.append((cut, lease and replace(lease)))
+    return [*found, (stop, lease), *ends]
 
 
 def _own_numbers(
@@ -392,8 +427,9 @@ def _own_numbers(
     """Numbers of the runs that a request of these terms goes on from; 0: of those without one."""
     numbers = {alike.gone_on.number} if alike is not None and alike.gone_on is not None else set()
     high = any(run is not None and run.priority > terms.priority for run in last_runs)
-    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL
-    asks_for_less |= high or terms.is_named
+    asks_for_less = terms.ttl_s is not None or terms.priority < Priority.NORMAL or high
+    if terms.session is not None:  # what is its own ends with it: that of its own name alone
+        asks_for_less |= before is None or before.number not in terms.session
     if not asks_for_less or alike is None or _goes_on(before, alike):
         numbers.add(before.number if before is not None else 0)
     return frozenset(numbers)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.sessions import SessionTable
+from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.scheduler.request import RequestState
 from attnstore_vllm.store.store import Store
 
@@ -14,6 +17,13 @@ class Sessions:
 
     def __init__(self) -> None:
         self.table = SessionTable()
+
+    def terms(self, state: RequestState) -> Terms:
+        """Those of a request that comes, with what its session has left. Cost: a look-up."""
+        session, terms = state.hints.session, state.hints.terms
+        if session is None:
+            return terms
+        return replace(terms, session=self.table.numbers(state.tenant, session))
 
     def finished(self, store: Store, state: RequestState) -> None:
         """A request has ended: tell the store, also of what its session has left if that is over.

@@ -253,11 +253,11 @@ class Scheduler:
         return request.lora_request is not None and not self._engine.serves_adapters
 
     def _look_up(self, state: RequestState) -> None:
-        request = state.request
+        request, terms = state.request, self._sessions.terms(state)
         num_tokens = max(1, min(request.num_tokens, state.usable_tokens()))
         num_expired = self.store.residency.num_expired
         pieces, state.visit = self.store.arrive(
-            request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, state.hints.terms
+            request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, terms
         )
         self._lookups.budget.spend(state.lookup.searched)
         state.counted.has_expired |= self.store.residency.num_expired != num_expired

@@ -23,6 +23,8 @@ import pytest
 from attnstore_lab.testing.devices import MemoryDevice
 from attnstore_vllm.index.chunk import Chunk, ChunkName
 from attnstore_vllm.index.prefix import Piece
+from attnstore_vllm.policy.priority import Priority
+from attnstore_vllm.policy.sessions import RUNS_MAX
 from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, Visit
 from attnstore_vllm.store.lookup import Lookup
 from attnstore_vllm.tiers.nvme.slab import Slab
@@ -43,6 +45,8 @@ STEPS = 60
 TOKENS_MAX = 5 * CHUNK_TOKENS
 TTLS_S: list[list[float | None]] = [[None], [20.0], [60.0], [None, 20.0, 60.0, 200.0]]
 EVICTIONS = ["attnstore", "lru", "fifo"]
+PRIORITIES = [Priority.NORMAL, Priority.NORMAL, Priority.LOW, Priority.HIGH]
+SESSIONS = ["a", "b"]
 REST_S = 30.0
 """A rest is saved so long after its request's end (scheduler/rests.py)."""
 WEIGHTS = {
@@ -241,6 +245,8 @@ class History:
         """All tokens up to the end of each chunk that was saved."""
         self.sections: dict[Key, list[int]] = {}
         """The same of other groups than the spine."""
+        self.left = {name: list[int]() for name in SESSIONS}
+        """Numbers of the runs that requests of each session have left."""
         self.num_requests = self.num_tokens = 0
         self.texts = [self.more(48)]
         self.running: list[Request] = []
@@ -336,8 +342,11 @@ class History:
             self.running.append(request)
 
     def terms(self, own: float | None, ttls: list[float]) -> Terms:
-        """Of a request whose own ttl this is, and with the server's these."""
-        return Terms(ttl_s=own)
+        """Of a request whose own ttl this is, and with the server's these. No priority and no name
+        of a session makes KV last longer."""
+        priority, name = self.rng.choice(PRIORITIES), self.rng.choice([None, *SESSIONS])
+        session = None if name is None else frozenset(self.left[name][-RUNS_MAX:])
+        return Terms(priority, own, session=session)
 
     def do_look_again(self) -> None:
         if not self.oracle.waiting:
@@ -491,6 +500,7 @@ class History:
         request.ended_at = self.clock.now
         self.oracle.activity(request, self.clock.now)
         self.rig.store.answered(request.visit.own, len(request.tokens) - request.num_prompt)
+        self.left[self.rng.choice(SESSIONS)].append(request.visit.own.number)
         index = self.rig.store.residency.index
         chunks = [chunk for key in request.used if (chunk := index.get(key)) is not None]
         chunks = self.rng.sample(chunks, self.rng.randint(0, min(2, len(chunks))))

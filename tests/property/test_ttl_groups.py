@@ -42,7 +42,7 @@ class PinnedHistory(History):
 
     def terms(self, own: float | None, ttls: list[float]) -> Terms:
         pin_s = min([LONGEST_PIN_S, *ttls]) if self.rng.random() < 0.4 else None
-        return Terms(ttl_s=own, pin_s=pin_s)
+        return replace(super().terms(own, ttls), pin_s=pin_s)
 
 
 class GroupHistory(PinnedHistory):

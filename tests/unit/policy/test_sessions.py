@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from attnstore_vllm.policy import sessions
+from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.sessions import CHILDREN_MAX, ENDED_MAX, RUNS_MAX, SessionTable
-from attnstore_vllm.policy.visits import Run, unknown_run
+from attnstore_vllm.policy.visits import Run, unknown_run, visit_of
 
 
 def runs(count: int) -> list[Run]:
@@ -23,6 +24,18 @@ def test_a_session_ends_once_with_its_last_runs() -> None:
     assert table.end(b"t", "a") == left[2:]
     assert table.end(b"t", "a") == []
     assert table.end(b"t", "b") == [other]
+
+
+def test_the_numbers_of_its_last_runs_are_told_until_it_ends() -> None:
+    table, estimator = SessionTable(), ReturnEstimator()
+    left = [visit_of(estimator, [], [n], 256, float(n)).own for n in range(RUNS_MAX + 1)]
+    for run in left:
+        table.note(b"t", "a", run)
+    assert table.numbers(b"t", "a") == {run.number for run in left[1:]}
+    assert table.numbers(b"u", "a") == table.numbers(b"t", "b") == frozenset()
+    assert len(table) == 1, "to ask makes none"
+    table.end(b"t", "a")
+    assert table.numbers(b"t", "a") == frozenset()
 
 
 def test_another_tenants_session_is_another() -> None:

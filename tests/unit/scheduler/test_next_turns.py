@@ -54,10 +54,10 @@ class Chat(StepWorld):
         self.end_step()
         return [*prompt, *answer]
 
-    def runs_of(self, text: list[int]) -> list[Run]:
-        """Of its whole chunks behind the system prompt."""
+    def runs_of(self, text: list[int], first: int = 2) -> list[Run]:
+        """Of its whole chunks behind the system prompt, or from another on."""
         keys = sequence_of(text)
-        names = [name_of(keys, n) for n in range(2, len(text) // CHUNK)]
+        names = [name_of(keys, n) for n in range(first, len(text) // CHUNK)]
         chunks = [self.store.residency.index.get(name.key) for name in names]
         return [self.store.residency.run_of(chunk) for chunk in chunks if chunk is not None]
 
@@ -195,4 +195,43 @@ def test_a_session_ends_no_document_that_another_asks(
     prompt = text + tokens_of(75, 5) if is_next_turn else tokens_of(76, 20)
     chat.turn("over", prompt, tokens_of(77, 2), session="b", ended=True)
     assert {run.priority for run in chat.runs_of(document)} == {Priority.NORMAL}
+    chat.close()
+
+
+OWN_SYSTEM = tokens_of(40, 2 * CHUNK)
+
+
+@pytest.mark.parametrize("over", ["its next turn", "a question", "another prompt"])
+@pytest.mark.parametrize("num_questions", [1, 2, 5])
+@pytest.mark.parametrize("system", [SYSTEM, OWN_SYSTEM], ids=["of others", "of its own"])
+def test_a_session_ends_its_own_document(
+    system: list[int], num_questions: int, over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have used the system prompt before it, and they go on."""
+    chat = Chat(monkeypatch)
+    document = system + tokens_of(70, 2 * CHUNK + 8)
+    for n in range(num_questions):
+        question = document + tokens_of(80 + n, 5)
+        text = chat.turn(f"question {n}", question, tokens_of(90 + n, 6), session="a")
+    more = tokens_of(99, 20)
+    prompts = {"its next turn": text + more, "a question": document + more, "another prompt": more}
+    chat.turn("over", prompts[over], tokens_of(98, 3), session="a", ended=True)
+    assert [run.priority for run in chat.runs_of(document)] == [Priority.ENDED] * 2
+    assert [run.priority for run in chat.runs_of(SYSTEM, 0)] == [Priority.NORMAL] * 2
+    chat.close()
+
+
+@pytest.mark.parametrize("ends", ["a", "child"])
+def test_a_session_ends_a_document_that_its_child_asks(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child alone ends nothing of its parent's."""
+    chat = Chat(monkeypatch)
+    document = SYSTEM + tokens_of(70, 2 * CHUNK + 8)
+    chat.turn("one", document + tokens_of(71, 5), tokens_of(72, 6), session="a")
+    question = document + tokens_of(73, 5)
+    chat.turn("two", question, tokens_of(74, 6), session="child", parent="a")
+    chat.turn("over", tokens_of(75, 20), tokens_of(76, 2), session=ends, ended=True)
+    expected = Priority.ENDED if ends == "a" else Priority.NORMAL
+    assert {run.priority for run in chat.runs_of(document)} == {expected}
     chat.close()

@@ -22,6 +22,8 @@ from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import (
     LOTS_MAX,
     NO_TERMS,
+    SHARED_RUNS_MAX,
+    Lease,
     Run,
     Terms,
     Visit,
@@ -203,6 +205,42 @@ def test_a_run_that_is_gone_is_not_kept_for_its_end() -> None:
     for n in range(1000):
         copy = run.renewed(float(n))
     assert [*end([run])] == [run, copy]
+
+
+def left(ttl_s: float) -> Run:
+    """A run that a request has left."""
+    return Run(1, 0, 0.0, False, lease=Lease(ttl_s, ttl_s))
+
+
+@pytest.mark.parametrize("num_left", [2, SHARED_RUNS_MAX, 3 * SHARED_RUNS_MAX])
+def test_what_a_session_shares_is_of_a_run_for_each_who_has_left_it(num_left: int) -> None:
+    """Of few runs in all, each with a lease of its own, and in the order in which they leave."""
+    estimator = ReturnEstimator()
+    last = [run for n in range(num_left) for run in [left(9.0)] * 2]
+    marks, terms = [*range(len(last) + 1)], Terms(ttl_s=1.0, session=frozenset())
+    visit = visit_of(estimator, last, marks, 4096, 0.0, terms)
+    assert visit.num_shared == len(last)
+    shared = visit.runs[:-1]
+    assert [visit.run(2 * n) for n in range(len(shared))] == shared
+    assert len(shared) == min(num_left, SHARED_RUNS_MAX)
+    shared[-1].use(5.0)
+    assert {run.lease and run.lease.expires for run in shared[:-1]} == {9.0}
+    used = [run.used_at for run in shared]
+    assert used == sorted(used, reverse=True)
+    assert len(set(used)) == len(used)
+    assert {len(run.lots) for run in shared[:-1]} == {2}
+    unnamed = visit_of(estimator, last, marks, 4096, 1.0, Terms(ttl_s=1.0))
+    assert len(unnamed.runs) == 2
+
+
+def test_few_leases_come_before_who_has_left_what() -> None:
+    """A session's shared chunks are cut where leases change first, and end no later for a cut."""
+    ttls = [40.0, 40.0, 30.0, 30.0, 20.0, 20.0, 10.0, 10.0]
+    last = [left(ttl) for ttl in ttls]
+    terms = Terms(ttl_s=1.0, session=frozenset())
+    visit = visit_of(ReturnEstimator(), last, [*range(50, 59)], 4096, 0.0, terms)
+    leases = [visit.run(number).lease for number in range(len(ttls))]
+    assert [lease and lease.ttl_s for lease in leases] == ttls
 
 
 class Adapters(StepWorld):
