@@ -449,7 +449,8 @@ class History:
         yields: bool,
     ) -> Chunk | None:
         store, now, number = self.rig.store, self.clock.now, name.position // CHUNK_TOKENS
-        was_known = store.residency.index.get(name.key) is not None
+        before = store.residency.index.get(name.key)
+        was_known = before is not None
         was_alive = was_known and self.oracle.is_alive(name.key, now)
         again, low_value = self.rng.random() < 0.4, self.rng.random() < 0.1
         may_pin = name.position < request.num_prompt and not low_value
@@ -483,6 +484,8 @@ class History:
             if not (yields and was_alive):
                 self.oracle.compute(name.key, at, ttl_s, request, end)
                 request.used[name.key] = ttl_s
+                if chunk is not before:  # nothing is left there that a later request has used
+                    self.oracle.kept[name.key].by = request
         elif was_known and not (yields or low_value):
             self.oracle.use(name.key, now, ttl_s, request)
             request.used[name.key] = ttl_s

@@ -233,13 +233,14 @@ def test_what_a_session_shares_is_of_a_run_for_each_who_has_left_it(num_left: in
     assert len(unnamed.runs) == 2
 
 
-def test_few_leases_come_before_who_has_left_what() -> None:
+@pytest.mark.parametrize("ttls", [[40.0, 40.0, 30.0, 20.0, 10.0, 10.0], [40.0, *[10.0] * 5]])
+def test_few_leases_come_before_who_has_left_what(ttls: list[float]) -> None:
     """A session's shared chunks are cut where leases change first, and end no later for a cut."""
-    ttls = [40.0, 40.0, 30.0, 30.0, 20.0, 20.0, 10.0, 10.0]
     last = [left(ttl) for ttl in ttls]
     terms = Terms(ttl_s=1.0, session=frozenset())
-    visit = visit_of(ReturnEstimator(), last, [*range(50, 59)], 4096, 0.0, terms)
+    visit = visit_of(ReturnEstimator(), last, [*range(50, 57)], 4096, 0.0, terms)
     leases = [visit.run(number).lease for number in range(len(ttls))]
+    assert len({visit.run(number) for number in range(len(ttls))}) == SHARED_RUNS_MAX
     assert [lease and lease.ttl_s for lease in leases] == ttls
 
 
