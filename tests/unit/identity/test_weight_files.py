@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from attnstore_vllm import own_files
 from attnstore_vllm.identity import file_times, weight_files
 from attnstore_vllm.identity.file_times import file_system, keeps_changes
 from attnstore_vllm.identity.weight_files import (
@@ -243,7 +244,7 @@ def test_it_is_known_before_the_disk_has_what_is_remembered(
     """A busy disk takes seconds for a sync, and the store would be idle meanwhile."""
     settle(monkeypatch)
     files, may_end = make(tmp_path / "model", parts=parts), threading.Event()
-    replace = weight_files.replace_own
+    replace = own_files.replace_own
 
     def slow(path: Path, data: bytes, *, durable: bool) -> None:
         assert may_end.wait(30)
