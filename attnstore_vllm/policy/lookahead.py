@@ -66,6 +66,7 @@ class LookAhead(Generic[C]):
         )
         self._count = itertools.count()
         self._last = self._first = 0.0
+        self._is_by_priority = False
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -97,6 +98,7 @@ class LookAhead(Generic[C]):
 
     def insert(self, request_id: str, priority: float, arrival_s: float) -> None:
         """A request has come or was preempted; the queue is ordered by priority, then arrival."""
+        self._is_by_priority = True
         self._enter((float(priority), arrival_s, request_id))
 
     def remove(self, request_id: str) -> list[C]:
@@ -307,6 +309,13 @@ class LookAhead(Generic[C]):
         """
         before = (-beyond[0], -beyond[1]) if beyond is not None else None
         return self._present.find(can_go, LOOK_MAX, before)
+
+    def outranked(self, can_go: Callable[[C], bool]) -> C | None:
+        """The same, of requests with a worse priority than the next one has, or None. Clients name
+        priorities: such a request may wait for ever, and what it wants must not stay as long."""
+        if not (self._is_by_priority and self._queue):
+            return None
+        return self._present.find(can_go, LOOK_MAX, (-self._queue[0][0], -math.inf))
 
     def farthest_of_all(self, can_go: Callable[[C], bool]) -> C | None:
         """The chunk to give up for good, wherever it is."""

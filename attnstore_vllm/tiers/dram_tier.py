@@ -218,9 +218,13 @@ class DramTier(Tier):
         num_staying = len(self.owned) - len(self.clean) - len(self.dirty)
         return whose != self._look_ahead.first and is_full_of_wanted(num_staying, self.num_slots)
 
-    def farther(self, whose: QueuePlace | None) -> Chunk | None:
+    def farther(self, whose: QueuePlace) -> Chunk | None:
         """A chunk that only requests beyond this one want, and that can be read again."""
         return self._look_ahead.farthest(whose, self._can_be_fetched_again)
+
+    def outranked(self) -> Chunk | None:
+        """A chunk that only requests of a worse priority than the next one's want."""
+        return self._look_ahead.outranked(self._can_leave)
 
     def victims(
         self,
@@ -298,9 +302,11 @@ class DramTier(Tier):
         return order.worth(order.run_of(slot) or chunk.run, now)
 
     def _can_be_fetched_again(self, chunk: Chunk) -> bool:
+        return chunk.is_behind and self._can_leave(chunk)
+
+    def _can_leave(self, chunk: Chunk) -> bool:
         copy = chunk.dram
-        is_ready = copy.state is State.READY and chunk.is_behind
-        return is_ready and copy.uses == 0 and copy.slot not in self.pins
+        return copy.state is State.READY and copy.uses == 0 and copy.slot not in self.pins
 
     # ---- the waiting queue ---------------------------------------------------------------
 
@@ -430,7 +436,9 @@ class _Full:
         return self.dram.reads.late()
 
     def waited(self) -> float | None:
-        self._wanted = self.dram.farther(self._whose)
+        self._wanted = (
+            self.dram.outranked() if self._whose is None else self.dram.farther(self._whose)
+        )
         return self._now - self._wanted.run.since if self._wanted is not None else None
 
     def again(self) -> float:

@@ -97,7 +97,9 @@ class Full(Protocol):
         """The share of reads that came too late."""
 
     def waited(self) -> float | None:
-        """How long the farthest wanted chunk has waited that could go. None: there is none."""
+        """How long the farthest wanted chunk has waited that could go: for a read, one that can be
+        read again; for a save, one of requests with a worse priority than the next one's, which
+        may wait for ever. None: there is none."""
 
     def again(self) -> float:
         """The worth of the chunk that is copied again. 0: no chunk is."""
@@ -107,13 +109,12 @@ class Full(Protocol):
 
 
 def dram_gives_up(full: Full, what: For) -> Gives:
-    """First what no request waits for and a tier behind has too, or has refused. Then, for a read,
-    what farther requests wait for and can be read again. What is dirty would be lost: it goes for a
-    save alone, which brings what no tier has; and for what a request waits for, if writing is
-    stuck.
+    """First what no request waits for and a tier behind has too, or has refused. Then what requests
+    wait for that come after the one that asks. What is dirty would be lost: it goes for a save
+    alone, which brings what no tier has; and for what a request waits for, if writing is stuck.
 
     What is dirty also goes before any of these if less is lost with it. A save takes no room from
-    what a request waits for: that is of use for certain, and to read it again takes the disk's
+    what the next requests wait for. That is of use for certain; to read it again takes the disk's
     time, and may come late.
     """
     clean = full.clean()
@@ -123,8 +124,8 @@ def dram_gives_up(full: Full, what: For) -> Gives:
         if full.has_room_behind() and not full.late():
             return Gives.CLEAN  # nothing is lost with it
         return _poorer(full, clean, full.dirty())
-    dirty = full.dirty()
-    if what is not For.SAVE and (waited := full.waited()) is not None:
+    dirty, waited = full.dirty(), full.waited()
+    if waited is not None:
         # It is taken to wait as long again.
         is_less = dirty < full.late_reads() / max(waited, WAIT_MIN_S)
         return Gives.DIRTY if is_less else Gives.WANTED

@@ -86,6 +86,8 @@ WHAT_GOES = [
     ("its rest can go", Dram(1.0, 9.0, rest=(3, True)), Gives.REST),
     ("its rest is held", Dram(1.0, 9.0, rest=(3, False)), Gives.CLEAN),
     ("its rest makes it dear", Dram(1.0, 2.0, rest=(3, False)), Gives.DIRTY),
+    ("a request waits", Dram(None, 1.0, waited_s=1.0), Gives.WANTED),
+    ("it has just begun to wait", Dram(None, 1.0, waited_s=1.0, late_share=2.0), Gives.DIRTY),
 ]
 
 
@@ -99,12 +101,6 @@ def test_dram(why: str, dram: Dram, gives: Gives, what: For) -> None:
     ("what", "dram", "gives"),
     [
         (For.SAVE, Dram(None, 1.0), Gives.DIRTY),
-        (For.SAVE, Dram(None, 1.0, waited_s=1.0), Gives.DIRTY),
-        (For.SAVE, Dram(None, waited_s=1.0), Gives.NOTHING),
-        (For.READ, Dram(None, 1.0, waited_s=1.0), Gives.WANTED),
-        (For.READ, Dram(None, waited_s=1.0), Gives.WANTED),
-        (For.READ, Dram(None, 1.0, waited_s=1.0, late_share=2.0), Gives.DIRTY),
-        (For.COPY, Dram(None, 1.0, waited_s=1.0), Gives.WANTED),
         (For.READ, Dram(None, 1.0), Gives.NOTHING),
         (For.READ, Dram(None, 1.0, stuck=True), Gives.DIRTY),
         (For.COPY, Dram(None, 1.0, stuck=True), Gives.NOTHING),

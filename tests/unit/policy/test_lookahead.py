@@ -123,7 +123,7 @@ def test_what_many_want_is_not_given_up() -> None:
     fetch_all(queue)
     assert queue.farthest(None, anything) is None
     queue.remove("0")
-    assert queue.farthest(None, anything) == "a"  # for a save even what the nearest wants
+    assert queue.farthest(None, anything) == "a"  # even what the nearest wants
     queue.prepend(["first"])
     queue.want("first", "ab", "b")
     found = queue.next_to_fetch()
@@ -283,3 +283,27 @@ class Queue(RuleBasedStateMachine):
 
 TestQueue = Queue.TestCase
 TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_waits_behind_a_better_priority_may_have_to_go() -> None:
+    """A client names the priority of its requests. One that is never reached must keep nothing."""
+    queue = LookAhead[str]()
+    queue.insert("next", 0, 1.0)
+    queue.insert("equal", 0, 2.0)
+    queue.insert("never", 7, 0.0)
+    for request_id, wants in (("next", "a"), ("equal", "bx"), ("never", "cdx")):
+        queue.want(request_id, wants, ())
+    assert queue.outranked(anything) == "d", "x is wanted by a better one, too"
+    assert queue.outranked(lambda chunk: chunk != "d") == "c"
+    assert queue.outranked(lambda chunk: chunk in "abx") is None
+    queue.remove("next")
+    queue.remove("equal")
+    assert queue.outranked(anything) is None, "it is the next one now"
+
+
+def test_first_come_first_served_has_no_better_priority() -> None:
+    queue = LookAhead[str]()
+    for request_id in ("near", "far"):
+        queue.append(request_id)
+        queue.want(request_id, request_id[0], ())
+    assert queue.outranked(anything) is None

@@ -395,6 +395,21 @@ def test_a_save_takes_nothing_that_a_request_waits_for(tiers: Tiers) -> None:
     assert tiers.counts["lost"] == 1
 
 
+@pytest.mark.parametrize("is_behind", [True, False], ids=["on NVMe", "nowhere else"])
+def test_a_save_takes_what_waits_behind_a_better_priority(tiers: Tiers, is_behind: bool) -> None:
+    """Else one client's requests, which are never reached, keep all of DRAM."""
+    make = tiers.clean if is_behind else tiers.save
+    wanted = [make(n) for n in range(SLOTS)]
+    tiers.look_ahead.insert("next", 0, 1.0)
+    tiers.look_ahead.insert("never", 7, 0.0)
+    tiers.dram.want("never", wanted)
+    for number in range(20, 24):
+        tiers.save(number)
+    assert [chunk.dram.state is State.READY for chunk in wanted] == [False] * SLOTS
+    tiers.look_ahead.remove("next")
+    tiers.dram.want("never", [])
+
+
 def test_a_save_takes_what_can_be_read_again_before_what_cannot(tiers: Tiers) -> None:
     clean = tiers.clean(0)
     dirty = [tiers.save(n) for n in range(1, 4)]
