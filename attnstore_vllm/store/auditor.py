@@ -62,6 +62,8 @@ class _Pair:
     is_tried: bool
     """For the trial of its tier."""
     is_asked: bool
+    """A client asks for it. Clients may ask for any number, alone on the server and of what they
+    choose: what differs goes, but none of it teaches a bound, nor counts for a stop."""
     is_void: bool = False
     """The copy has other bytes than were to be computed, or none."""
     is_known: bool = False
@@ -330,7 +332,7 @@ class Auditor:
             self._tell(pair, found)
             if fails:
                 self.fail(tier)
-            elif not pair.is_known:
+            elif not (pair.is_known or pair.is_asked):
                 self._count(pair.hit)
         with context.progress:
             residency.release(pair.stored)
@@ -384,7 +386,8 @@ class Auditor:
         """It agreed. What this process has computed twice tells how far rounding goes."""
         comparison = self._comparison(pair)
         is_of_others = pair.stored.brought_by or pair.stored.origin
-        if comparison.sides is not None and not (pair.is_void or is_of_others):
+        is_no_sample = pair.is_void or pair.is_asked or is_of_others
+        if comparison.sides is not None and not is_no_sample:
             key = pair.stored.name.key
             self._bounds.note(pair.group, pair.hit, key, comparison.largest)
 
