@@ -128,6 +128,8 @@ class Auditor:
         self._bad_hits: set[int] = set()
         self._explained: int | None = None
         """The hit whose cause was looked for last. That costs as much as two comparisons."""
+        self._removal: Iterator[int] | None = None
+        """Locked. Of what was kept before a reset."""
         self.is_stopped = False
         """Nothing of what is stored is to be served."""
 
@@ -250,6 +252,10 @@ class Auditor:
         for pair in (*self._copying.values(), *self._waiting, *now):
             pair.is_void = True
 
+    def remove_kept(self) -> None:
+        """Locked. A reset is asked for: what was kept aside of the namespace goes, too."""
+        self._removal = self._aside.removal(self._namespace)
+
     def copied(self, chunks: Sequence[Chunk]) -> None:
         """Locked. The workers have filled these, some of which may be ours."""
         for chunk in chunks if self._copying else ():
@@ -260,7 +266,8 @@ class Auditor:
     @property
     def is_busy(self) -> bool:
         """Locked. Something that the workers have copied is to be compared, or to be removed."""
-        return bool(self._waiting or self._leaving) or self._pair is not None
+        is_removing = bool(self._leaving) or self._removal is not None
+        return is_removing or bool(self._waiting) or self._pair is not None
 
     # ---- the store's thread ------------------------------------------------------------
 
@@ -268,6 +275,8 @@ class Auditor:
         """Compare for SLICE_S. Returns whether there is more to be compared now."""
         self._end_removals()
         until = self.context.clock() + SLICE_S
+        if self._remove_kept(until):
+            return True
         while self._next():
             if self._found is None:
                 for found in self._steps:
@@ -279,6 +288,25 @@ class Auditor:
             self._end()
             if self.context.clock() > until:
                 return True
+        return False
+
+    def _remove_kept(self, until: float) -> bool:
+        """Whether there is more of it."""
+        removal = self._removal
+        if removal is None:
+            return False
+        try:
+            for _ in removal:
+                if self.context.clock() > until:
+                    return True
+        except OSError as error:
+            logger.warning(
+                "AttnStore's reset has removed not all that the audit has kept aside: %s", error
+            )
+        with self.context.progress:
+            if self._removal is removal:  # else another reset has come meanwhile
+                self._removal = None
+            self.context.progress.notify_all()
         return False
 
     def _next(self) -> bool:
