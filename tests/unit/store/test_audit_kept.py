@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,19 @@ def test_the_stores_thread_removes_a_few_at_a_time(
     assert not list(kept(tmp_path)) and not audit.is_busy
 
 
-def test_a_stop_waits_until_it_is_removed(open_rig: Rigs, tmp_path: Path) -> None:
+def test_a_stop_waits_until_it_is_removed(
+    open_rig: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig, _ = audited(open_rig, tmp_path)
     for number in range(3):
         keeps(rig, number)
+    unlink = Path.unlink
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        time.sleep(0.1)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
     rig.store.reset()
     rig.close()
     assert not list(kept(tmp_path))
