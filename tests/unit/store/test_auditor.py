@@ -70,7 +70,7 @@ def compare(
     computed: bytes,
     hit: int = 1,
     blocks: Sequence[range] = ALL,
-    **how: bool,
+    **how: Any,
 ) -> None:
     """As the workers copy it, until all is over."""
     copy = rig.store.begin_audit(hit, chunk, chunk.dram, blocks, **how)
@@ -243,7 +243,7 @@ def numbers_of(seed: int) -> Any:
 
 
 def off_by(
-    rig: Rig, number: int, part: float, *, is_ours: bool = True, **how: bool
+    rig: Rig, number: int, part: float, *, is_ours: bool = True, **how: Any
 ) -> dict[str, int]:
     """What comes of a chunk whose stored numbers are all off by a part."""
     right = numbers_of(number)
@@ -255,7 +255,7 @@ def off_by(
     return {name: n - before.get(name, 0) for name, n in outcomes(rig).items()}
 
 
-def learns(rig: Rig, **how: bool) -> None:
+def learns(rig: Rig, **how: Any) -> None:
     for number in range(PAIRS):
         assert off_by(rig, number, 0.01, **how)["agreed"] == 1
 
