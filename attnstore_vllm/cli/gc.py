@@ -3,6 +3,7 @@
 
 What goes is what all given rules name. It is punched out of the file, with all that holds nothing,
 such as KV of before a reset: that goes also where the rules name nothing that is there.
+So does KV that an audit has kept aside, in files of its own; a size says nothing of these.
 The bytes are gone, and the file system has the space until the next server start reserves it.
 Looking is safe beside a running server; to delete, it must be stopped.
 """
@@ -23,12 +24,16 @@ from attnstore_vllm.cli.slab_file import RecordState, SlabFile, opened, stored_f
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError
 from attnstore_vllm.index.keys import tenant_hash
+from attnstore_vllm.plain_text import quantity
 from attnstore_vllm.preflight import lock_directory
+from attnstore_vllm.tiers.nvme.aside import kept, remove
 from attnstore_vllm.tiers.nvme.format import PAGE_BYTES, SegmentHeader
 from attnstore_vllm.tiers.nvme.slab import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d|w)")
 _SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_ASIDE = "(an audit's)"
+"""In the place of a model's name, which a file that an audit has kept does not say."""
 _SHOWN = 16
 """Characters of a name that a person is shown; as many as tell namespaces apart."""
 
@@ -93,6 +98,8 @@ class Report:
     is_done: bool
     freed_bytes: int = 0
     """That the file system has back."""
+    audit_files: int = 0
+    """Chunks that an audit has kept aside."""
     nodes: list[str] = field(default_factory=list)
     """Words on the files that nothing goes from."""
 
@@ -111,6 +118,7 @@ class Report:
             "records": self.records,
             "bytes": self.bytes,
             "freed_bytes": self.freed_bytes,
+            "audit_files": self.audit_files,
             "parts": going,
         }
 
@@ -159,6 +167,10 @@ def collect(directory: Path, rules: Rules, *, is_dry: bool) -> Report:
         slabs = [stack.enter_context(opened(path, writable=not is_dry)) for path in paths]
         found = [_read(slab) for slab in slabs]
         parts = _parts(segment for file in found for segment in file)
+        aside = [head for path in paths for _, head in kept(path.parent)]
+        for head in aside:
+            if (whose := _whose(head)) is not None:
+                parts.setdefault(whose, Part(whose[0], _ASIDE, whose[1]))
         try:
             rules = _known(rules, list(parts.values()))
         except ConfigError as error:
@@ -172,8 +184,12 @@ def collect(directory: Path, rules: Rules, *, is_dry: bool) -> Report:
                 part.records += 1
                 part.bytes += segment.header.record_bytes
         report = Report(list(parts.values()), not is_dry, nodes=[_of_a_node(n) for n in nodes])
+        now = time.time()
+        report.audit_files = sum(_goes(head, rules, now) for head in aside)
         if not is_dry:
             report.freed_bytes = _erase(slabs, found)
+            for path in paths:
+                report.freed_bytes += sum(remove(path.parent, lambda head: _goes(head, rules, now)))
     return report
 
 
@@ -185,6 +201,8 @@ def show(report: Report) -> None:
                 f"{part.records} of {part.stored} records, {format_size(part.bytes)}"
             )
     what = f"{report.records} records ({format_size(report.bytes)})"
+    if report.audit_files:
+        what += f" and {quantity(report.audit_files, 'chunk')} that an audit has kept aside"
     if report.is_done:
         print(f"{what} are gone, {format_size(report.freed_bytes)} of the disk are free")
     else:
@@ -262,6 +280,27 @@ def _listing(parts: Sequence[Part]) -> str:
         for part in parts
     ]
     return "\n".join(lines) or "  nothing"
+
+
+def _whose(head: dict[str, Any] | None) -> tuple[bytes, bytes] | None:
+    """Namespace and tenant of what an audit has kept; None: it is not whole."""
+    try:
+        return (bytes.fromhex(head["namespace"]), bytes.fromhex(head["tenant"])) if head else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _goes(head: dict[str, Any] | None, rules: Rules, now: float) -> bool:
+    """Whether the rules name what an audit has kept. What is not whole goes by any of them."""
+    whose = _whose(head)
+    if rules.to_size is not None:
+        return False
+    if head is None or whose is None:
+        return True
+    at, limit = head.get("at"), rules.older_than_s
+    is_new = limit is not None and isinstance(at, int) and now - limit <= at <= now
+    is_of = rules.namespace in (None, whose[0].hex())
+    return not is_new and is_of and (rules.tenant is None or tenant_hash(rules.tenant) == whose[1])
 
 
 def _choose(segments: Sequence[_Segment], rules: Rules, to_size: int | None) -> None:

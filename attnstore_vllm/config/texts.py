@@ -411,8 +411,9 @@ SETTINGS = (
     ),
     Setting(
         "audit.stop_after", "3", "hits, 1 to 1000",
-        "After so many hits that differ, nothing that is stored is served any more. A start serves "
-        "again when the file that the log names is removed.",
+        "After so many hits that differ, nothing that is stored is served any more. Hits with the "
+        "hint `audit: true` do not count. A start serves again when the file that the log names is "
+        "removed.",
         "Set 1 where a wrong answer is worse than any loss of speed.",
     ),
     Setting(

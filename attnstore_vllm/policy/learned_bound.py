@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 
 from attnstore_vllm.policy.kv_compare import BOUND
 
-VERSION: Final = 3
+VERSION: Final = 4
 """The form that as_json() writes. In the first a distance was another one, and bounds of the second
-may have been widened by pairs that were never seen."""
+may have been widened by pairs that were never seen, and of the third clients may have taught."""
 PAIRS: Final = 32
 """Chunks that are to be seen first ..."""
 HITS: Final = 8

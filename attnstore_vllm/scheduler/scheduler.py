@@ -499,7 +499,7 @@ class Scheduler:
                 "AttnStore drops every tier: the weights in memory are not those of before, and "
                 "which of them have computed what was saved last cannot be told"
             )
-            self.store.reset()
+            self.store.reset(keeps_aside=True)  # no operator has asked for it
         self.names.be_live(report.live)
         self._media.weights_changed()
         for media in self._media_of.values():

@@ -62,6 +62,8 @@ class _Pair:
     is_tried: bool
     """For the trial of its tier."""
     is_asked: bool
+    """A client asks for it. Clients may ask for any number, alone on the server and of what they
+    choose: what differs goes, but none of it teaches a bound, nor counts for a stop."""
     is_void: bool = False
     """The copy has other bytes than were to be computed, or none."""
     is_known: bool = False
@@ -126,6 +128,8 @@ class Auditor:
         self._bad_hits: set[int] = set()
         self._explained: int | None = None
         """The hit whose cause was looked for last. That costs as much as two comparisons."""
+        self._removal: Iterator[int] | None = None
+        """Locked. Of what was kept before a reset."""
         self.is_stopped = False
         """Nothing of what is stored is to be served."""
 
@@ -248,6 +252,10 @@ class Auditor:
         for pair in (*self._copying.values(), *self._waiting, *now):
             pair.is_void = True
 
+    def remove_kept(self) -> None:
+        """Locked. A reset is asked for: what was kept aside of the namespace goes, too."""
+        self._removal = self._aside.removal(self._namespace)
+
     def copied(self, chunks: Sequence[Chunk]) -> None:
         """Locked. The workers have filled these, some of which may be ours."""
         for chunk in chunks if self._copying else ():
@@ -258,7 +266,8 @@ class Auditor:
     @property
     def is_busy(self) -> bool:
         """Locked. Something that the workers have copied is to be compared, or to be removed."""
-        return bool(self._waiting or self._leaving) or self._pair is not None
+        is_removing = bool(self._leaving) or self._removal is not None
+        return is_removing or bool(self._waiting) or self._pair is not None
 
     # ---- the store's thread ------------------------------------------------------------
 
@@ -266,6 +275,8 @@ class Auditor:
         """Compare for SLICE_S. Returns whether there is more to be compared now."""
         self._end_removals()
         until = self.context.clock() + SLICE_S
+        if self._remove_kept(until):
+            return True
         while self._next():
             if self._found is None:
                 for found in self._steps:
@@ -277,6 +288,25 @@ class Auditor:
             self._end()
             if self.context.clock() > until:
                 return True
+        return False
+
+    def _remove_kept(self, until: float) -> bool:
+        """Whether there is more of it."""
+        removal = self._removal
+        if removal is None:
+            return False
+        try:
+            for _ in removal:
+                if self.context.clock() > until:
+                    return True
+        except OSError as error:
+            logger.warning(
+                "AttnStore's reset has removed not all that the audit has kept aside: %s", error
+            )
+        with self.context.progress:
+            if self._removal is removal:  # else another reset has come meanwhile
+                self._removal = None
+            self.context.progress.notify_all()
         return False
 
     def _next(self) -> bool:
@@ -330,7 +360,7 @@ class Auditor:
             self._tell(pair, found)
             if fails:
                 self.fail(tier)
-            elif not pair.is_known:
+            elif not (pair.is_known or pair.is_asked):
                 self._count(pair.hit)
         with context.progress:
             residency.release(pair.stored)
@@ -384,7 +414,8 @@ class Auditor:
         """It agreed. What this process has computed twice tells how far rounding goes."""
         comparison = self._comparison(pair)
         is_of_others = pair.stored.brought_by or pair.stored.origin
-        if comparison.sides is not None and not (pair.is_void or is_of_others):
+        is_no_sample = pair.is_void or pair.is_asked or is_of_others
+        if comparison.sides is not None and not is_no_sample:
             key = pair.stored.name.key
             self._bounds.note(pair.group, pair.hit, key, comparison.largest)
 

@@ -646,14 +646,14 @@ class Store:
                 lambda: any(map(has_come, waiting)) or not all(map(awaits_remote, asked)), timeout_s
             )
 
-    def reset(self) -> bool:
+    def reset(self, *, keeps_aside: bool = False) -> bool:
         """Drop every tier, also for the next process. Waits for a page write a segment and a
-        sync, 5 s at most.
+        sync, 5 s at most. For keeps_aside see StoreThread.reset.
 
         Returns False if they could not be written: then records of before could come
         back after a restart, and the caller must say that the reset failed.
         """
-        resets = self.thread.reset()
+        resets = self.thread.reset(keeps_aside=keeps_aside)
         with self._progress:
             self._moved.clear()
             return self.thread.wait_for(resets, RESET_DEADLINE_S)

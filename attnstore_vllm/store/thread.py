@@ -128,12 +128,18 @@ class StoreThread:
         is_removing = any(tier.num_removing for tier in self.tiers)  # also to one that was late
         return is_auditing or is_resetting or is_removing or self.has_writes()
 
-    def reset(self) -> list[Reset]:
-        """Begin a reset of all tiers; the caller waits for it. From any thread."""
+    def reset(self, *, keeps_aside: bool = False) -> list[Reset]:
+        """Begin a reset of all tiers; the caller waits for it. From any thread.
+
+        Args:
+            keeps_aside: KV that an audit has kept aside stays.
+        """
         with self._context.progress:
             self.reader.forget_wanted()
             if self._audit is not None:
                 self._audit.void_all()
+                if not keeps_aside:
+                    self._audit.remove_kept()
             self._context.residency.drop_all()
             first, *others = self.tiers
             self._context.disk_reset = first.reset()
@@ -144,7 +150,7 @@ class StoreThread:
         return resets
 
     def _reset_for(self, audit: Auditor) -> None:
-        self.reset()
+        self.reset(keeps_aside=True)
         audit.was_reset = True  # after it: a look of before would say nothing
 
     def wait_for(self, resets: Sequence[Reset], timeout_s: float) -> bool:

@@ -152,7 +152,7 @@ def test_faults_are_seen(
     if fault == "no look":
         monkeypatch.setattr(ResetWatch, "must_wait", lambda _: False)
     elif fault == "one name":
-        monkeypatch.setattr(Store, "reset", lambda _: True)
+        monkeypatch.setattr(Store, "reset", lambda _, **__: True)
         monkeypatch.setattr(engine.ours.names, "be_live", lambda _: None)
     else:  # weights that change with no pause at all, until the next
         monkeypatch.setattr(ResetWatch, "on_report", _all_are_confirmed)

@@ -7,7 +7,7 @@ namespace is not served any more.
     audit/learned               how far rounding goes: JSON, of the namespace that is in use
 
 KV tells of its tokens to who has the model: all of it has the rights of the store's own file, and
-`ttl` does not end it.
+`ttl` does not end it. A reset that is asked for does, and `attnstore gc`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ class Aside:
                 file.write(part)
         return path
 
+    def removal(self, namespace: bytes) -> Iterator[int]:
+        """Removes what was kept of a namespace: see remove(). Whose a file is that is not whole
+        cannot be told: it goes too."""
+        name = namespace.hex()
+        return remove(self._directory, lambda head: head is None or head.get("namespace") == name)
+
     def stop(self, namespace: bytes, why: str) -> Path:
         """Leave the mark. It outlives a power loss."""
         path = stopped_path(self._directory, namespace)
@@ -110,13 +117,33 @@ def kept(directory: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
     """The chunks that are kept in a store's directory, by name, and what each file says of its own;
     None: it is not whole. It may be anything. Raises: OSError."""
     for path in sorted((directory / DIRECTORY).glob(f"*{SUFFIX}")):
-        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        try:
+            fd = open_regular(path, os.O_RDONLY)
+        except FileNotFoundError:  # a server has removed it meanwhile
+            continue
+        with os.fdopen(fd, "rb") as file:
             line = file.readline(HEAD_MAX)
         try:
             head = json.loads(line)
         except (ValueError, RecursionError):
             head = None
         yield path, head if isinstance(head, dict) else None
+
+
+def remove(directory: Path, goes: Callable[[dict[str, Any] | None], bool]) -> Iterator[int]:
+    """Removes chunks that are kept in a store's directory, one at each step, and says how many
+    bytes the file system has back: 0 of one that stays. Raises: OSError.
+
+    Args:
+        goes: asked with what kept() says of it.
+    """
+    for path, head in kept(directory):
+        freed = 0
+        if goes(head):
+            with suppress(FileNotFoundError):  # an operator was sooner
+                freed = path.stat().st_blocks * 512
+            path.unlink(missing_ok=True)
+        yield freed
 
 
 def stops(directory: Path) -> list[Path]:

@@ -128,7 +128,7 @@ def test_what_was_written_of_another_distance_is_learned_anew() -> None:
     """One over all blocks of a chunk, which is smaller: the first version had it. The second one
     may have been widened by pairs that were never seen."""
     assert bounds_from([[40, 0.01]], 1) == [LearnedBound()]
-    for version in (1, 2, VERSION + 1):
+    for version in (1, 2, 3, VERSION + 1):
         said = {"version": version, "groups": [[40, [0.01] * HITS]]}
         assert bounds_from(said, 1) == [LearnedBound()]
 

@@ -5,6 +5,7 @@ what workers say of adapters. Holds on the real scheduler side, over a block poo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,6 @@ from tests.unit.scheduler.test_new_weights import World as WeightsWorld
 
 LENGTH = 4 * CHUNK + 1
 BLOCKS = LENGTH // BLOCK
-AUDITED = {"attnstore": {"audit": True}}
 
 
 class Conversations:
@@ -115,7 +115,7 @@ def audited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("stop_after", [1, 1000])
 def test_what_an_audit_finds_wrong_is_let_go_and_not_held_again(
-    audited: Callable[[int], Conversations], stop_after: int
+    audited: Callable[[int], Conversations], stop_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it is removed, and where all serving is stopped."""
     of = audited(stop_after)
@@ -127,7 +127,9 @@ def test_what_an_audit_finds_wrong_is_let_go_and_not_held_again(
     running = of.begin(1, "loads it, too")
     of.turn(3, "a third one")
     assert world.outcomes() == {} and of.held == 2 * BLOCKS
-    of.turn(1, "finds it", kv_transfer_params=AUDITED)
+    with monkeypatch.context() as drawn:  # what a client asks for ends no serving
+        drawn.setattr(world.side.audits.draw, "_below", math.inf)
+        of.turn(1, "finds it")
     of.turn(4, "hears of it")
     assert world.outcomes()["differed"] == 1
     assert world.store.is_distrusted == (stop_after == 1)

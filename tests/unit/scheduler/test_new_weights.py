@@ -34,9 +34,9 @@ class World(StepWorld):
         self.side.namespace = None
         reset = Store.reset
 
-        def counted(store: Store) -> bool:
+        def counted(store: Store, *, keeps_aside: bool = False) -> bool:
             self.resets += 1
-            return reset(store)
+            return reset(store, keeps_aside=keeps_aside)
 
         monkeypatch.setattr(Store, "reset", counted)
 

@@ -65,10 +65,15 @@ def audited(open_rig: Rigs, path: Path, **options: Any) -> tuple[Rig, MemoryDevi
 
 
 def compare(
-    rig: Rig, chunk: Chunk, computed: bytes, hit: int = 1, blocks: Sequence[range] = ALL
+    rig: Rig,
+    chunk: Chunk,
+    computed: bytes,
+    hit: int = 1,
+    blocks: Sequence[range] = ALL,
+    **how: Any,
 ) -> None:
     """As the workers copy it, until all is over."""
-    copy = rig.store.begin_audit(hit, chunk, chunk.dram, blocks)
+    copy = rig.store.begin_audit(hit, chunk, chunk.dram, blocks, **how)
     assert copy is not None
     assert rig.store.residency.index.get(chunk.name.key) is chunk, "the copy is not found"
     rig.pool.slot(copy.dram.slot)[:] = computed
@@ -237,20 +242,22 @@ def numbers_of(seed: int) -> Any:
     return np.random.default_rng(seed).standard_normal(PAYLOAD_BYTES // 2).astype(np.float16)
 
 
-def off_by(rig: Rig, number: int, part: float, *, is_ours: bool = True) -> dict[str, int]:
+def off_by(
+    rig: Rig, number: int, part: float, *, is_ours: bool = True, **how: Any
+) -> dict[str, int]:
     """What comes of a chunk whose stored numbers are all off by a part."""
     right = numbers_of(number)
     chunk = stored(rig, conversation(number), payload=(right * (1 + part)).tobytes())
     chunk.brought_by = "" if is_ours else NVME
     before = outcomes(rig)
-    compare(rig, chunk, right.tobytes(), hit=number)
+    compare(rig, chunk, right.tobytes(), hit=number, **how)
     rig.store.drop([chunk])  # makes room
     return {name: n - before.get(name, 0) for name, n in outcomes(rig).items()}
 
 
-def learns(rig: Rig, *, is_ours: bool = True) -> None:
+def learns(rig: Rig, **how: Any) -> None:
     for number in range(PAIRS):
-        assert off_by(rig, number, 0.01, is_ours=is_ours)["agreed"] == 1
+        assert off_by(rig, number, 0.01, **how)["agreed"] == 1
 
 
 def test_a_bound_is_learned_from_what_was_computed_twice(open_rig: Rigs, tmp_path: Path) -> None:
