@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from attnstore_vllm.identity.drafts import draft_model_of
-from attnstore_vllm.identity.weight_files import Digest, Memo, sampled
+from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile, sampled
 from attnstore_vllm.plugin import configured_at
 
 if TYPE_CHECKING:
@@ -132,10 +132,15 @@ def identify(
     ):
         return "dummy", b"dummy"  # made from a fixed seed, and of the shapes that it is asked for
     try:
-        files = [file for model, load in made_of for file in _files(model, load, own_files)]
-        look, digest = sampled(files), Digest(_weights(files), Memo(directory))
+        files = [
+            WeightFile(path, path.name, of)
+            for of, (model, load) in zip(("model", "drafts"), made_of, strict=False)
+            for path in _files(model, load, own_files)
+        ]
+        look, digest = sampled(files), Digest(files, Memo(directory))
         try:
-            _check_times(files)  # once more: now a later change is seen by the digest itself
+            # Once more: now a later change is seen by the digest itself.
+            _check_times([file.path for file in files])
         except (OSError, ValueError):
             digest.close()
             raise
@@ -211,10 +216,6 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
         raise ValueError(f"there are none in {directory}")
     said = [file for file in found if file.suffix == ".json"]
     return weights + [file for file in said if "quant" in file.name or ".index" in file.name]
-
-
-def _weights(files: Sequence[Path]) -> list[Path]:
-    return [file.resolve() for file in files]
 
 
 def _parts(file: Path) -> list[Path]:

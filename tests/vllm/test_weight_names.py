@@ -292,6 +292,40 @@ def test_names_say_the_order_in_which_files_are_loaded(tmp_path: Path) -> None:
     assert names[0] != names[1], "other weights of one name"
 
 
+def test_two_checkpoints_that_change_names(tmp_path: Path) -> None:
+    """vLLM loads what the index names, and a tuned layer may lie where no sample does."""
+    model, store = make_model(tmp_path / "model", TINY), tmp_path / "store"
+    one, two = model / "model.safetensors", model / "tuned.safetensors"
+    content = bytearray(one.read_bytes())
+    content[len(content) * 7 // 10] ^= 0x40
+    two.write_bytes(content)
+    say(model, one.name)
+    names, contents = [name(config(model), store)], [loaded(model)]
+    one.rename(model / "between")
+    two.rename(one)
+    (model / "between").rename(two)
+    names, contents = [*names, name(config(model), store)], [*contents, loaded(model)]
+    assert contents[0] != contents[1]
+    assert names[0][1] != names[1][1], "other weights of one name"
+
+
+def test_a_model_and_its_drafts_change_places(tmp_path: Path) -> None:
+    one, store = make_model(tmp_path / "one", TINY), tmp_path / "store"
+    two = shutil.copytree(one, tmp_path / "two", copy_function=shutil.copy)
+    content = bytearray((two / "model.safetensors").read_bytes())
+    content[len(content) * 7 // 10] ^= 0x40
+    (two / "model.safetensors").write_bytes(content)
+    made, names = config(one), []
+    for model, draft in ((one, two), (two, one)):
+        made.model_config.model = str(model)
+        drafts = SimpleNamespace(model=str(draft), revision=None, quantization=None)
+        made.speculative_config = SimpleNamespace(
+            method="draft_model", draft_model_config=drafts, draft_load_config=None
+        )
+        names.append(name(made, store))
+    assert names[0] != names[1], "other weights of one name"
+
+
 def test_a_directory_that_was_replaced_while_vllm_started(tmp_path: Path) -> None:
     """`current -> v1` becomes `current -> v2` after vLLM has loaded v1: KV of v1 would be kept
     under the name of v2. No file has changed, so no time of a file tells."""
