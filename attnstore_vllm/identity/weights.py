@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from attnstore_vllm.identity.drafts import draft_model_of
+from attnstore_vllm.identity.moved_files import check_unmoved
 from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile, sampled
 from attnstore_vllm.plugin import configured_at
 
@@ -258,15 +259,5 @@ def _begun_at() -> float:
 
 
 def _check_times(files: Sequence[Path]) -> None:
-    """Raise ValueError for a file that was changed while vLLM may have read it.
-
-    A file of the hub's cache is new where this start has downloaded it, and never changes.
-    """
-    for file in files:
-        changed_s = file.stat().st_ctime
-        is_blob = file.is_symlink() and file.resolve().parent.name == "blobs"
-        if changed_s > _begun_at() and not is_blob:
-            raise ValueError(f"{file} has changed while the server was starting")
-    for place in {place for file in files for place in file.absolute().parents}:
-        if place.is_symlink() and place.lstat().st_ctime > _begun_at():
-            raise ValueError(f"{place} has led to another place since the server began to start")
+    """Raise ValueError for what vLLM may not have read as it is now."""
+    check_unmoved(files, _begun_at())
