@@ -21,7 +21,7 @@ from blake3 import blake3
 from attnstore_vllm.identity.drafts import draft_model_of
 from attnstore_vllm.identity.moved_files import check_unmoved
 from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile, sampled
-from attnstore_vllm.plugin import configured_at
+from attnstore_vllm.plugin import configured_at, end_start
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,6 +127,15 @@ def identify(
         own_files: each rank's (identity/rank.py).
         directory: the store's; the caller holds its lock.
     """
+    try:
+        return _identify(vllm_config, own_files, directory)
+    finally:
+        end_start()
+
+
+def _identify(
+    vllm_config: VllmConfig, own_files: Sequence[str | None], directory: Path
+) -> tuple[str, Digest | bytes]:
     made_of = _made_of(vllm_config)
     if all(
         str(load.load_format) == "dummy" and model.quantization is None for model, load in made_of

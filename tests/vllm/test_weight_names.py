@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import time
@@ -123,12 +124,18 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
 # ---- the whole, from vLLM's configuration ---------------------------------------------------
 
 
+def begin() -> None:
+    """Another engine begins to start in this process."""
+    plugin.end_start()
+    plugin._start.note()
+
+
 def config(model: Path, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     made = EngineArgs(model=str(model), max_model_len=256, **options).create_engine_config()
     time.sleep(2 * FILE_CLOCK_S)  # a model made just now is not one that changes while we start
-    plugin._note_start()
+    begin()
     return made
 
 
@@ -211,11 +218,30 @@ def test_files_that_change_while_vllm_starts(
     assert "has changed while the server was starting" in caplog.text
 
 
+def test_a_configuration_that_is_made_anew_is_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes its own anew for a draft model and a warm-up: the model has been loaded then."""
+    model = make_model(tmp_path / "one", TINY)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)  # nothing is checked
+    made, extra = config(model), {"dram": "16MiB", "nvme": {"path": "/x", "capacity": "64MiB"}}
+    before = name(made, tmp_path / "store")
+    plugin.check_early(extra)  # the second engine of this process
+    time.sleep(0.05)  # a tick of the file system's clock
+    os.utime(model / "model.safetensors")
+    time.sleep(0.05)
+    plugin.check_early(extra)
+    assert name(made, tmp_path / "store") != before
+    assert "has changed while the server was starting" in caplog.text
+    plugin.check_early(extra)  # the third: it loads the file as it is now
+    assert name(made, tmp_path / "store") == before
+
+
 def test_a_blob_of_the_hub_may_be_young(tmp_path: Path) -> None:
     """This start has downloaded it."""
     from attnstore_vllm.identity.weights import _check_times
 
-    plugin._note_start()
+    begin()
     snapshot = make_hub(tmp_path)
     os.utime(snapshot.parent.parent / "blobs" / "0")
     _check_times(weight_files(snapshot, "auto"))
@@ -352,7 +378,7 @@ def test_a_branch_of_the_hub_that_moved_while_vllm_started(tmp_path: Path) -> No
     made = SimpleNamespace(model_config=model, load_config=load, speculative_config=None)
     snapshot = make_hub(tmp_path / "hub")
     old = name(made, tmp_path / "store")
-    plugin._note_start()  # a start; vLLM loads commit c...
+    begin()  # a start; vLLM loads commit c...
     newer = make_hub(tmp_path / "hub2", "d" * 40)
     for file in newer.iterdir():
         target = tmp_path / "hub/models--org--model/blobs" / f"n{file.name}"
