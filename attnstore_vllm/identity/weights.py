@@ -36,12 +36,12 @@ _FROM_FILES = (
     "fastsafetensors",
     "instanttensor",
     "mistral",
-    "npcache",
     "pt",
     "sharded_state",
     "bitsandbytes",
     "gguf",
 )
+"""Not npcache: it loads a copy that it has made once, and not again of newer files."""
 _ONLY_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 _OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz")
 _HARMLESS = {"enable_multithread_load", "num_threads"}
@@ -218,7 +218,7 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
     if load_format == "mistral":
         weights = [file for file in weights if file.name.startswith("consolidated")]
     if load_format not in _ONLY_SAFETENSORS and (
-        not weights or load_format in ("pt", "npcache", "gguf", "bitsandbytes")
+        not weights or load_format in ("pt", "gguf", "bitsandbytes")
     ):
         # All formats: which of them is loaded, the loader decides.
         weights += [file for file in found if file.suffix in _OTHERS]

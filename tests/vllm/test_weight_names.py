@@ -38,7 +38,7 @@ SETS = {
     "pt": ("model.pt",),
     "index": ("model.safetensors.index.json",),
 }
-FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "npcache", "pt")
+FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "pt")
 
 
 def fill(directory: Path, names: tuple[str, ...]) -> None:
@@ -197,6 +197,7 @@ def test_weights_that_no_file_tells(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "AttnStore" not in caplog.text
     for made, reason in (
         (config(model, load_format="tensorizer"), None),
+        (config(model, load_format="npcache"), None),
         (config(model, model_loader_extra_config={"pattern": "x"}), None),
         (plain, "TheirModel says itself what it loads"),
     ):
