@@ -44,6 +44,12 @@ _FROM_FILES = (
 """Not npcache: it loads a copy that it has made once, and not again of newer files."""
 _ONLY_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 _OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz")
+_FROM_SUBFOLDERS = {
+    "MiMoAudioTokenizer": "audio_tokenizer/",
+    "JinaEmbeddingsV5DecoderModel": "adapters/",
+    "JinaEmbeddingsV5EncoderModel": "adapters/",
+}
+"""Parts of models of vLLM that read weights beside its loader, from below the model's directory."""
 _HARMLESS = {"enable_multithread_load", "num_threads"}
 """Keys of --model-loader-extra-config that do not say which weights are loaded."""
 FILE_CLOCK_S = 0.01
@@ -180,6 +186,10 @@ def own_files(model: nn.Module) -> str | None:
     for name in ("allow_patterns_overrides", "secondary_weights"):
         if getattr(model, name, None):
             return f"{type(model).__name__} says itself what it loads ({name})"
+    for part in model.modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _FROM_SUBFOLDERS:
+                return f"{kind.__name__} loads {_FROM_SUBFOLDERS[kind.__name__]} by itself"
     return None
 
 
