@@ -84,7 +84,7 @@ def _ask_for_amx() -> None:
 
 
 class _Start:
-    """When this process began to start an engine: no model was loaded before."""
+    """The time when this process began to start an engine: no model was loaded before."""
 
     def __init__(self) -> None:
         self.at = time.time()
@@ -100,9 +100,8 @@ class _Start:
         self._is_held = False
 
     def note_fork(self) -> None:
-        """What made this process may be making its second engine, and was told of no end."""
-        self.end()
-        self.note()
+        """In the child. What made this process hears of no end, and may be at its next engine."""
+        self.at = time.time()
 
 
 _start = _Start()

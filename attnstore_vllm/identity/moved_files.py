@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
+_SINCE = "since the server began to start"
+
+
 def check_unmoved(files: Iterable[Path], begun_at: float) -> None:
     """Raise ValueError for a file that was changed since, or to whose place another thing led.
 
@@ -29,22 +32,34 @@ def check_unmoved(files: Iterable[Path], begun_at: float) -> None:
         is_blob = file.is_symlink() and file.resolve().parent.name == "blobs"
         if changed_s > begun_at and not is_blob:
             raise ValueError(f"{file} has changed while the server was starting")
+        own = () if is_blob else (file.absolute().parent, file.resolve().parent)
         for place in file.absolute().parents if is_blob else _way(file):
-            if place not in seen:
-                seen.add(place)
-                _check(place, begun_at, follows_moves=not is_blob)
+            if place in seen:
+                continue
+            seen.add(place)
+            found = place.lstat()
+            if found.st_ctime <= begun_at:
+                continue
+            if stat.S_ISLNK(found.st_mode):
+                raise ValueError(
+                    f"{place} has led to another place since the server began to start"
+                )
+            if not is_blob and _was_moved(place, found, begun_at, is_own=place in own):
+                raise ValueError(
+                    f"{place} may be in another's place since the server began to start"
+                )
 
 
-def _check(place: Path, begun_at: float, *, follows_moves: bool) -> None:
-    found = place.lstat()
-    if found.st_ctime <= begun_at:
-        return
-    if stat.S_ISLNK(found.st_mode):
-        raise ValueError(f"{place} has led to another place since the server began to start")
-    # A directory changes, too, when a file is made in it. It was moved only if what is around it
-    # has changed as well.
-    if follows_moves and place.parent.stat().st_ctime > begun_at:
-        raise ValueError(f"{place} may be in another's place since the server began to start")
+def _was_moved(place: Path, found: os.stat_result, begun_at: float, *, is_own: bool) -> bool:
+    """Whether a directory that has changed since may be one that was renamed.
+
+    It changes, too, when a file is made in it, which sets the time of the last write to the same.
+    A rename changes what is around it as well. On the way to shared directories both happen by
+    themselves; in the files' own directory (`is_own`) a deploy may leave its mark after a rename.
+    """
+    if not is_own and found.st_ctime_ns == found.st_mtime_ns:
+        return False
+    return place.parent.stat().st_ctime > begun_at
 
 
 def _way(file: Path) -> Iterator[Path]:

@@ -71,7 +71,7 @@ def sampled(files: Iterable[WeightFile]) -> str:
 
 
 def _digest_of(facts: Iterable[tuple[str | int, ...]]) -> bytes:
-    """Of facts in any order, each whole: what is said of one file is not taken for another's."""
+    """A digest of facts in any order, each whole: none of one file is taken for another's."""
     return blake3(json.dumps(sorted(facts)).encode()).digest()
 
 

@@ -132,6 +132,26 @@ def test_what_else_is_done_around_it(models: Path, prepare: Callable[[Path], Pat
     check_unmoved([file], begun_at)
 
 
+def test_busy_directories_above(models: Path) -> None:
+    """As of a shared disk: others make models beside ours, and directories beside theirs."""
+    (models / "shared" / "models").mkdir(parents=True)
+    (models / "v1").rename(models / "shared" / "models" / "v1")
+    begun_at = begin()
+    for place in (models / "note", models / "shared" / "note", models / "shared/models/note"):
+        place.touch()
+    check_unmoved([models / "shared" / "models" / "v1" / NAME], begun_at)
+
+
+def test_a_mark_that_a_deploy_leaves_behind_its_rename(models: Path) -> None:
+    file = plain(models)
+    begun_at = begin()
+    directory_renamed(models)
+    time.sleep(TICK_S)
+    (models / "current" / "deployed").touch()
+    with pytest.raises(ValueError, match="in another's place"):
+        check_unmoved([file], begun_at)
+
+
 def test_a_file_made_in_the_directory_of_the_model(models: Path) -> None:
     file = plain(models)
     begun_at = begin()
