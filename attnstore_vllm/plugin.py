@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import shlex
 import sys
 import time
@@ -49,7 +50,7 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     log_as_vllm()
-    _note_start()
+    _start.note()
     _ask_for_amx()
     if multiprocessing.parent_process() is None:
         try:
@@ -82,17 +83,40 @@ def _ask_for_amx() -> None:
         torch.cpu._init_amx()
 
 
-_start = {"at": time.time()}
+class _Start:
+    """The time when this process began to start an engine: no model was loaded before."""
+
+    def __init__(self) -> None:
+        self.at = time.time()
+        self._is_held = False
+
+    def note(self) -> None:
+        """Now, unless one is being made: vLLM makes its configuration anew with a model loaded."""
+        if not self._is_held:
+            self.at, self._is_held = time.time(), True
+
+    def end(self) -> None:
+        """The engine's weights have been looked at: another one in this process begins later."""
+        self._is_held = False
+
+    def note_fork(self) -> None:
+        """In the child. What made this process hears of no end, and may be at its next engine."""
+        self.at = time.time()
 
 
-def _note_start() -> None:
-    _start["at"] = time.time()
+_start = _Start()
+os.register_at_fork(after_in_child=_start.note_fork)
 
 
 def configured_at() -> float:
-    """Unix seconds: when this process, or that which made it, was last configured or begun. No
-    model was loaded before. A file that is younger may have changed since vLLM has read it."""
-    return _start["at"]
+    """Unix seconds: when this process began, or was first configured for the engine that it makes.
+    No model was loaded before. A file that is younger may have changed since vLLM has read it."""
+    return _start.at
+
+
+def end_start() -> None:
+    """Weights have been compared with configured_at(): a later configuration is a new start."""
+    _start.end()
 
 
 _checked: set[StoreConfig] = set()
@@ -106,7 +130,7 @@ def check_early(extra: object) -> None:
         extra: kv_connector_extra_config.
     Raises: ConfigError.
     """
-    _note_start()
+    _start.note()
     if multiprocessing.parent_process() is None:
         config = StoreConfig.parse(extra)
         _warn_of_old_names(extra, config)

@@ -22,7 +22,7 @@ from attnstore_vllm.transfer.geometry import Geometry
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FORMAT = 2
+FORMAT = 3
 """Raise it whenever the same namespace would mean other bytes."""
 
 

@@ -49,15 +49,30 @@ MEMO_NAME = "weights.json"
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
-def sampled(files: Iterable[Path]) -> str:
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A file of weights, and what it is there for, wherever the model lies."""
+
+    path: Path
+    name: str
+    """As vLLM sees it from the model's directory: a link's own, not that of what it leads to."""
+    of: str = "model"
+    """Which of an engine's models is loaded from it."""
+
+
+def sampled(files: Iterable[WeightFile]) -> str:
     """Tells most models apart. Directories and times do not count; names do: they say which file
     wins where a weight is in two, and which ones an index names.
 
     Cost: the header (of safetensors: names, types, shapes and places of all tensors) and 64 KiB
     of each file, so about 30 MB of the 163 files of a model of 700 GB. Raises OSError.
     """
-    parts = [f"{len(file.name)} {file.name}".encode() + _sample(file) for file in files]
-    return blake3(b"".join(sorted(parts))).hexdigest()
+    return _digest_of((file.of, file.name, _sample(file.path).hex()) for file in files).hex()
+
+
+def _digest_of(facts: Iterable[tuple[str | int, ...]]) -> bytes:
+    """A digest of facts in any order, each whole: none of one file is taken for another's."""
+    return blake3(json.dumps(sorted(facts)).encode()).digest()
 
 
 def _sample(file: Path) -> bytes:
@@ -154,7 +169,8 @@ class _Stopped(Exception):
 
 
 class Digest:
-    """A digest of every byte of some files: `value`, once it is known.
+    """A digest of some files, of every byte and of what each is there for: `value`, once it is
+    known.
 
     Threads of ours make it: at low priority, at a bounded rate, and only what no memo knows. A
     file that cannot be read, or changes meanwhile, leaves it unknown, with one line.
@@ -165,7 +181,7 @@ class Digest:
 
     def __init__(
         self,
-        files: Sequence[Path],
+        files: Sequence[WeightFile],
         memo: Memo,
         *,
         budget_s: float = BUDGET_S,
@@ -185,9 +201,10 @@ class Digest:
         self._begun = self._said = time.monotonic()
         self._threads: list[threading.Thread] = []
         self._files: list[tuple[Path, Stamp]] = []
+        self._named = [(file.of, file.name) for file in files]
         self._kept: set[Stamp] = set()
         try:
-            self._look(files)
+            self._look([file.path.resolve() for file in files])
         except OSError as error:
             self._files = []
             self._fail(error)
@@ -307,7 +324,11 @@ class Digest:
             logger.info(
                 "AttnStore has read the weights in %.0f s, and is in use from now on", seconds
             )
-        self.value = blake3(b"".join(sorted(self._digests[s] for _, s in self._files))).digest()
+        stamps = [stamp for _, stamp in self._files]
+        self.value = _digest_of(
+            (*named, stamp.size, self._digests[stamp].hex())
+            for named, stamp in zip(self._named, stamps, strict=True)
+        )
         self._over.set()
         self._remember()  # a sync: a busy disk takes seconds for it, and nothing need wait
 

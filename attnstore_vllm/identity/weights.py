@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from attnstore_vllm.identity.drafts import draft_model_of
-from attnstore_vllm.identity.weight_files import Digest, Memo, sampled
-from attnstore_vllm.plugin import configured_at
+from attnstore_vllm.identity.moved_files import check_unmoved
+from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile, sampled
+from attnstore_vllm.plugin import configured_at, end_start
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,14 +36,20 @@ _FROM_FILES = (
     "fastsafetensors",
     "instanttensor",
     "mistral",
-    "npcache",
     "pt",
     "sharded_state",
     "bitsandbytes",
     "gguf",
 )
+"""Not npcache: it loads a copy that it has made once, and not again of newer files."""
 _ONLY_SAFETENSORS = ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
 _OTHERS = (".bin", ".pt", ".pth", ".gguf", ".npz")
+_FROM_SUBFOLDERS = {
+    "MiMoAudioTokenizer": "audio_tokenizer/",
+    "JinaEmbeddingsV5DecoderModel": "adapters/",
+    "JinaEmbeddingsV5EncoderModel": "adapters/",
+}
+"""Parts of models of vLLM that read weights beside its loader, from below the model's directory."""
 _HARMLESS = {"enable_multithread_load", "num_threads"}
 """Keys of --model-loader-extra-config that do not say which weights are loaded."""
 FILE_CLOCK_S = 0.01
@@ -126,16 +133,30 @@ def identify(
         own_files: each rank's (identity/rank.py).
         directory: the store's; the caller holds its lock.
     """
+    try:
+        return _identify(vllm_config, own_files, directory)
+    finally:
+        end_start()
+
+
+def _identify(
+    vllm_config: VllmConfig, own_files: Sequence[str | None], directory: Path
+) -> tuple[str, Digest | bytes]:
     made_of = _made_of(vllm_config)
     if all(
         str(load.load_format) == "dummy" and model.quantization is None for model, load in made_of
     ):
         return "dummy", b"dummy"  # made from a fixed seed, and of the shapes that it is asked for
     try:
-        files = [file for model, load in made_of for file in _files(model, load, own_files)]
-        look, digest = sampled(files), Digest(_weights(files), Memo(directory))
+        files = [
+            WeightFile(path, path.name, of)
+            for of, (model, load) in zip(("model", "drafts"), made_of, strict=False)
+            for path in _files(model, load, own_files)
+        ]
+        look, digest = sampled(files), Digest(files, Memo(directory))
         try:
-            _check_times(files)  # once more: now a later change is seen by the digest itself
+            # Once more: now a later change is seen by the digest itself.
+            _check_times([file.path for file in files])
         except (OSError, ValueError):
             digest.close()
             raise
@@ -165,6 +186,10 @@ def own_files(model: nn.Module) -> str | None:
     for name in ("allow_patterns_overrides", "secondary_weights"):
         if getattr(model, name, None):
             return f"{type(model).__name__} says itself what it loads ({name})"
+    for part in model.modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _FROM_SUBFOLDERS:
+                return f"{kind.__name__} loads {_FROM_SUBFOLDERS[kind.__name__]} by itself"
     return None
 
 
@@ -203,7 +228,7 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
     if load_format == "mistral":
         weights = [file for file in weights if file.name.startswith("consolidated")]
     if load_format not in _ONLY_SAFETENSORS and (
-        not weights or load_format in ("pt", "npcache", "gguf", "bitsandbytes")
+        not weights or load_format in ("pt", "gguf", "bitsandbytes")
     ):
         # All formats: which of them is loaded, the loader decides.
         weights += [file for file in found if file.suffix in _OTHERS]
@@ -211,10 +236,6 @@ def weight_files(directory: Path, load_format: str) -> list[Path]:
         raise ValueError(f"there are none in {directory}")
     said = [file for file in found if file.suffix == ".json"]
     return weights + [file for file in said if "quant" in file.name or ".index" in file.name]
-
-
-def _weights(files: Sequence[Path]) -> list[Path]:
-    return [file.resolve() for file in files]
 
 
 def _parts(file: Path) -> list[Path]:
@@ -257,15 +278,5 @@ def _begun_at() -> float:
 
 
 def _check_times(files: Sequence[Path]) -> None:
-    """Raise ValueError for a file that was changed while vLLM may have read it.
-
-    A file of the hub's cache is new where this start has downloaded it, and never changes.
-    """
-    for file in files:
-        changed_s = file.stat().st_ctime
-        is_blob = file.is_symlink() and file.resolve().parent.name == "blobs"
-        if changed_s > _begun_at() and not is_blob:
-            raise ValueError(f"{file} has changed while the server was starting")
-    for place in {place for file in files for place in file.absolute().parents}:
-        if place.is_symlink() and place.lstat().st_ctime > _begun_at():
-            raise ValueError(f"{place} has led to another place since the server began to start")
+    """Raise ValueError for what vLLM may not have read as it is now."""
+    check_unmoved(files, _begun_at())

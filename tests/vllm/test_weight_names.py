@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import time
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm import plugin
@@ -24,7 +24,6 @@ from attnstore_vllm.identity.weights import (
     _directory,
     _parts,
     identify,
-    own_files,
     weight_files,
 )
 from tests.vllm.draft_models import make_eagle_head
@@ -37,7 +36,7 @@ SETS = {
     "pt": ("model.pt",),
     "index": ("model.safetensors.index.json",),
 }
-FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "npcache", "pt")
+FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "mistral", "pt")
 
 
 def fill(directory: Path, names: tuple[str, ...]) -> None:
@@ -123,12 +122,18 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
 # ---- the whole, from vLLM's configuration ---------------------------------------------------
 
 
+def begin() -> None:
+    """Another engine begins to start in this process."""
+    plugin.end_start()
+    plugin._start.note()
+
+
 def config(model: Path, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     made = EngineArgs(model=str(model), max_model_len=256, **options).create_engine_config()
     time.sleep(2 * FILE_CLOCK_S)  # a model made just now is not one that changes while we start
-    plugin._note_start()
+    begin()
     return made
 
 
@@ -190,6 +195,7 @@ def test_weights_that_no_file_tells(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "AttnStore" not in caplog.text
     for made, reason in (
         (config(model, load_format="tensorizer"), None),
+        (config(model, load_format="npcache"), None),
         (config(model, model_loader_extra_config={"pattern": "x"}), None),
         (plain, "TheirModel says itself what it loads"),
     ):
@@ -211,11 +217,30 @@ def test_files_that_change_while_vllm_starts(
     assert "has changed while the server was starting" in caplog.text
 
 
+def test_a_configuration_that_is_made_anew_is_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes its own anew for a draft model and a warm-up: the model has been loaded then."""
+    model = make_model(tmp_path / "one", TINY)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)  # nothing is checked
+    made, extra = config(model), {"dram": "16MiB", "nvme": {"path": "/x", "capacity": "64MiB"}}
+    before = name(made, tmp_path / "store")
+    plugin.check_early(extra)  # the second engine of this process
+    time.sleep(0.05)  # a tick of the file system's clock
+    os.utime(model / "model.safetensors")
+    time.sleep(0.05)
+    plugin.check_early(extra)
+    assert name(made, tmp_path / "store") != before
+    assert "has changed while the server was starting" in caplog.text
+    plugin.check_early(extra)  # the third: it loads the file as it is now
+    assert name(made, tmp_path / "store") == before
+
+
 def test_a_blob_of_the_hub_may_be_young(tmp_path: Path) -> None:
     """This start has downloaded it."""
     from attnstore_vllm.identity.weights import _check_times
 
-    plugin._note_start()
+    begin()
     snapshot = make_hub(tmp_path)
     os.utime(snapshot.parent.parent / "blobs" / "0")
     _check_times(weight_files(snapshot, "auto"))
@@ -225,15 +250,6 @@ def test_dummy_weights_have_no_path(tmp_path: Path) -> None:
     models = [make_model(tmp_path / name, TINY) for name in ("one", "two")]
     names = [name(config(model, load_format="dummy"), tmp_path / "store") for model in models]
     assert names[0] == names[1]
-
-
-def test_models_that_choose_their_files() -> None:
-    class Chooses(nn.Module):
-        secondary_weights = ("another repository",)
-
-    assert own_files(nn.Linear(1, 1)) is None
-    reason = own_files(Chooses())
-    assert reason is not None and "Chooses" in reason
 
 
 # ---- which files, and in which order ------------------------------------------------------
@@ -292,6 +308,40 @@ def test_names_say_the_order_in_which_files_are_loaded(tmp_path: Path) -> None:
     assert names[0] != names[1], "other weights of one name"
 
 
+def test_two_checkpoints_that_change_names(tmp_path: Path) -> None:
+    """vLLM loads what the index names, and a tuned layer may lie where no sample does."""
+    model, store = make_model(tmp_path / "model", TINY), tmp_path / "store"
+    one, two = model / "model.safetensors", model / "tuned.safetensors"
+    content = bytearray(one.read_bytes())
+    content[len(content) * 7 // 10] ^= 0x40
+    two.write_bytes(content)
+    say(model, one.name)
+    names, contents = [name(config(model), store)], [loaded(model)]
+    one.rename(model / "between")
+    two.rename(one)
+    (model / "between").rename(two)
+    names, contents = [*names, name(config(model), store)], [*contents, loaded(model)]
+    assert contents[0] != contents[1]
+    assert names[0][1] != names[1][1], "other weights of one name"
+
+
+def test_a_model_and_its_drafts_change_places(tmp_path: Path) -> None:
+    one, store = make_model(tmp_path / "one", TINY), tmp_path / "store"
+    two = shutil.copytree(one, tmp_path / "two", copy_function=shutil.copy)
+    content = bytearray((two / "model.safetensors").read_bytes())
+    content[len(content) * 7 // 10] ^= 0x40
+    (two / "model.safetensors").write_bytes(content)
+    made, names = config(one), []
+    for model, draft in ((one, two), (two, one)):
+        made.model_config.model = str(model)
+        drafts = SimpleNamespace(model=str(draft), revision=None, quantization=None)
+        made.speculative_config = SimpleNamespace(
+            method="draft_model", draft_model_config=drafts, draft_load_config=None
+        )
+        names.append(name(made, store))
+    assert names[0] != names[1], "other weights of one name"
+
+
 def test_a_directory_that_was_replaced_while_vllm_started(tmp_path: Path) -> None:
     """`current -> v1` becomes `current -> v2` after vLLM has loaded v1: KV of v1 would be kept
     under the name of v2. No file has changed, so no time of a file tells."""
@@ -318,7 +368,7 @@ def test_a_branch_of_the_hub_that_moved_while_vllm_started(tmp_path: Path) -> No
     made = SimpleNamespace(model_config=model, load_config=load, speculative_config=None)
     snapshot = make_hub(tmp_path / "hub")
     old = name(made, tmp_path / "store")
-    plugin._note_start()  # a start; vLLM loads commit c...
+    begin()  # a start; vLLM loads commit c...
     newer = make_hub(tmp_path / "hub2", "d" * 40)
     for file in newer.iterdir():
         target = tmp_path / "hub/models--org--model/blobs" / f"n{file.name}"

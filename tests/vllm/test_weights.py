@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm.identity.weight_files import Digest, Memo
+from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile
 from attnstore_vllm.identity.weights import Weights
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import CHUNK, Answer, Engine
@@ -55,9 +55,8 @@ def unknown_for_a_while(engine: Engine, model: Path) -> list[tuple[int, int]]:
     assert isinstance(weights, Weights)
     assert isinstance(weights._digest, Digest)
     engine.side.namespace, known = None, weights._digest
-    slow = weights._digest = Digest(
-        [model / "model.safetensors"], Memo(Path("/nowhere")), budget_s=0, bytes_per_s=1 << 10
-    )
+    file = WeightFile(model / "model.safetensors", "model.safetensors")
+    slow = weights._digest = Digest([file], Memo(Path("/nowhere")), budget_s=0, bytes_per_s=1 << 10)
     for _ in range(2):
         saved = engine.store.figures().counts.get("saved", 0)
         loaded, _answer = ask(engine, "first")

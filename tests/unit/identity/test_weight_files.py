@@ -23,6 +23,7 @@ from attnstore_vllm.identity.weight_files import (
     Digest,
     Memo,
     Stamp,
+    WeightFile,
     sampled,
 )
 
@@ -45,8 +46,12 @@ def settle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "SETTLED_S", -60.0)
 
 
+def of(files: list[Path], model: str = "model") -> list[WeightFile]:
+    return [WeightFile(file, file.name, model) for file in files]
+
+
 def known(files: list[Path], directory: Path, **options: float) -> bytes:
-    digest = Digest(files, Memo(directory), **options)  # type: ignore[arg-type]
+    digest = Digest(of(files), Memo(directory), **options)  # type: ignore[arg-type]
     assert digest.wait(30) and digest.value is not None
     digest.close()
     return digest.value
@@ -71,27 +76,67 @@ def test_a_copy_is_the_same_model(tmp_path: Path) -> None:
     files = make(tmp_path / "one")
     (tmp_path / "two").mkdir()
     copies = [Path(shutil.copy(file, tmp_path / "two")) for file in reversed(files)]
-    assert sampled(copies) == sampled(files)
+    assert sampled(of(copies)) == sampled(of(files))
     assert known(copies, tmp_path) == known(files, tmp_path)
 
 
-def test_names_that_are_changed_round_are_another_model(tmp_path: Path) -> None:
-    """The file that is loaded last wins where a weight is in two."""
-    one, two, *_ = files = make(tmp_path / "one")
-    before = sampled(files)
+@pytest.mark.parametrize("seen", [True, False], ids=["samples differ", "samples agree"])
+def test_names_that_are_changed_round_are_another_model(tmp_path: Path, seen: bool) -> None:
+    """The index names one, and the file that is loaded last wins where a weight is in two."""
+    one, two = files = make(tmp_path / "one")
+    if not seen:
+        shutil.copy(one, two)
+        flip(two, SIZE // 3 + 5000)
+    look, digest = sampled(of(files)), known(files, tmp_path)
     one.rename(tmp_path / "between")
     two.rename(one)
     (tmp_path / "between").rename(two)
-    assert sampled(files) != before
+    assert (sampled(of(files)) != look) == seen
+    assert known(files, tmp_path) != digest
+
+
+def test_a_model_and_its_drafts_that_change_places(tmp_path: Path) -> None:
+    """Two of one configuration: each file has its name and its bytes, and is another model's."""
+    one, two = (make(tmp_path / name, parts=1, seed=seed) for seed, name in enumerate("ab"))
+    both = [of(one) + of(two, "drafts"), of(two) + of(one, "drafts")]
+    assert sampled(both[0]) != sampled(both[1])
+    digests = [Digest(files, Memo(tmp_path)) for files in both]
+    assert all(digest.wait(30) for digest in digests)
+    assert digests[0].value != digests[1].value
+
+
+def test_a_file_of_two_models_and_a_link_have_the_names_that_vllm_sees(tmp_path: Path) -> None:
+    """A link's name is its own: the hub's blobs are called by their digests, and by other names
+    where they were copied."""
+    (plain,) = make(tmp_path / "plain", parts=1)
+    (tmp_path / "snapshot").mkdir()
+    link = tmp_path / "snapshot" / plain.name
+    (tmp_path / "blob").write_bytes(plain.read_bytes())
+    link.symlink_to(Path("..") / "blob")
+    found = []
+    for file in (plain, link):
+        digest = Digest(of([file]) + of([file], "drafts"), Memo(tmp_path))
+        assert digest.wait(30) and digest.value is not None
+        found.append((sampled(of([file])), digest.value))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["a\udcff", 'a", "b', "a\n1"])
+def test_a_name_is_never_taken_for_more(tmp_path: Path, name: str) -> None:
+    """Names may hold any byte; none makes one file's facts another's."""
+    (file,) = make(tmp_path / "model", parts=1)
+    names = (name, name.encode("utf-8", "replace").decode())
+    looks = {sampled([WeightFile(file, name), WeightFile(file, other)]) for other in names}
+    assert len(looks) == len(set(names))
 
 
 def test_the_look_reads_the_whole_header(tmp_path: Path) -> None:
     header = json.dumps({"a" * 300_000: 1}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(1 << 20))
-    before = sampled([file])
+    before = sampled(of([file]))
     flip(file, 200_001)
-    assert sampled([file]) != before
+    assert sampled(of([file])) != before
 
 
 def test_the_look_reads_little(tmp_path: Path) -> None:
@@ -100,7 +145,7 @@ def test_the_look_reads_little(tmp_path: Path) -> None:
     with file.open("wb") as stream:
         stream.truncate(40 << 30)
     begun = time.monotonic()
-    sampled([file])
+    sampled(of([file]))
     assert time.monotonic() - begun < 1.0
 
 
@@ -108,7 +153,7 @@ def test_a_file_cut_short_and_a_header_that_lies(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for content in (b"", b"\x01", (1 << 62).to_bytes(8, "little") + bytes(200_000)):
         file.write_bytes(content)
-        assert len(sampled([file])) == 64
+        assert len(sampled(of([file]))) == 64
 
 
 # ---- the digest -----------------------------------------------------------------------------
@@ -120,11 +165,11 @@ def test_one_byte_that_the_look_misses(
 ) -> None:
     settle(monkeypatch)
     files = make(tmp_path / "model")
-    look, digest = sampled(files), known(files, tmp_path)
+    look, digest = sampled(of(files)), known(files, tmp_path)
     if not is_remembered:
         (tmp_path / MEMO_NAME).unlink()
     flip(files[0], SIZE // 3 + 5000)
-    assert sampled(files) == look, "the planted fault is to be one that samples do not see"
+    assert sampled(of(files)) == look, "the planted fault is to be one that samples do not see"
     assert known(files, tmp_path) != digest
 
 
@@ -133,7 +178,7 @@ def test_what_is_remembered_is_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     files = make(tmp_path / "model")
     digest = known(files, tmp_path)
     monkeypatch.setattr(Digest, "_digest", None)  # a call would raise
-    again = Digest(files, Memo(tmp_path), budget_s=0)
+    again = Digest(of(files), Memo(tmp_path), budget_s=0)
     assert again.value == digest
     assert stat.S_IMODE((tmp_path / MEMO_NAME).stat().st_mode) == 0o600
 
@@ -178,11 +223,11 @@ def test_two_models_of_one_stamp(
     settle(monkeypatch)
     (file,) = files = make(tmp_path / "model", parts=1)
     with_fixed_times(monkeypatch, kind, flags)
-    look, digest = sampled(files), known(files, tmp_path)
+    look, digest = sampled(of(files)), known(files, tmp_path)
     with file.open("r+b") as stream:
         stream.seek(SIZE // 3 + 5000)
         stream.write(b"another")
-    assert sampled(files) == look, "the planted fault is to be one that samples do not see"
+    assert sampled(of(files)) == look, "the planted fault is to be one that samples do not see"
     assert known(files, tmp_path) != digest
     assert "reads the weights at each start" in caplog.text
 
@@ -229,7 +274,7 @@ def test_in_the_background_at_a_bounded_rate(
     expected = known(files, tmp_path)
     begun = time.monotonic()
     with caplog.at_level(logging.INFO):
-        digest = Digest(files, Memo(tmp_path), budget_s=0, bytes_per_s=20 << 20)
+        digest = Digest(of(files), Memo(tmp_path), budget_s=0, bytes_per_s=20 << 20)
         assert digest.value is None and time.monotonic() - begun < 0.3
         assert digest.wait(30) and digest.value == expected
     assert time.monotonic() - begun > 0.3
@@ -251,7 +296,7 @@ def test_it_is_known_before_the_disk_has_what_is_remembered(
         replace(path, data, durable=durable)
 
     monkeypatch.setattr(weight_files, "replace_own", slow)
-    digest = Digest(files, Memo(tmp_path), budget_s=5)
+    digest = Digest(of(files), Memo(tmp_path), budget_s=5)
     is_known = digest.value is not None
     may_end.set()
     digest.close()
@@ -260,7 +305,7 @@ def test_it_is_known_before_the_disk_has_what_is_remembered(
 
 
 def test_closing_ends_the_threads(tmp_path: Path) -> None:
-    digest = Digest(make(tmp_path / "model"), Memo(tmp_path), budget_s=0, bytes_per_s=1024)
+    digest = Digest(of(make(tmp_path / "model")), Memo(tmp_path), budget_s=0, bytes_per_s=1024)
     digest.close()
     assert digest.value is None and digest.wait(1)
     assert not [t for t in threading.enumerate() if t.name.startswith("attnstore_weights")]
@@ -287,14 +332,14 @@ def test_files_that_do_not_stay(
         pace(digest, count)
 
     monkeypatch.setattr(Digest, "_pace", in_between)
-    digest = Digest(files, Memo(tmp_path))
+    digest = Digest(of(files), Memo(tmp_path))
     assert digest.wait(30) and digest.value is None
     assert caplog.text.count("the weights cannot be told") == 1
     digest.close()
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    digest = Digest([tmp_path / "nothing"], Memo(tmp_path))
+    digest = Digest(of([tmp_path / "nothing"]), Memo(tmp_path))
     assert digest.wait(0) and digest.value is None
 
 
