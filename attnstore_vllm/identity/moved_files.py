@@ -12,7 +12,6 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-
 _SINCE = "since the server began to start"
 
 
