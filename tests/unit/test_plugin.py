@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -340,47 +339,6 @@ def test_only_the_process_that_the_user_started_asks(
 ) -> None:
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     check_early(settings(tmp_path) | {"dram": "100TiB"})
-
-
-def test_a_start_lasts_until_the_weights_have_been_looked_at() -> None:
-    """However often vLLM makes its configuration, or loads plugins, meanwhile."""
-    start = plugin._Start()
-    start.note()
-    first = start.at
-    for _ in range(2):
-        start.note()
-    assert start.at == first
-    start.end()
-    assert start.at == first, "what is looked at once more is of the same start"
-    start.note()
-    second = start.at
-    start.note()
-    assert first < second == start.at
-
-
-@pytest.mark.parametrize("is_making", [True, False])
-def test_a_fork_begins_then(is_making: bool) -> None:
-    """vLLM forks an engine that it makes, and tells who made it of no end. In another fork the
-    configuration is still to come, and so may be the model."""
-    plugin.end_start()
-    if is_making:
-        plugin._start.note()
-    context = multiprocessing.get_context("fork")
-    pipe, end = context.Pipe(duplex=False)
-
-    def tell() -> None:
-        begun = plugin.configured_at()
-        plugin._start.note()
-        end.send((begun, plugin.configured_at()))
-
-    before = time.time()
-    child = context.Process(target=tell)
-    child.start()
-    begun, later = pipe.recv()
-    child.join()
-    plugin.end_start()
-    assert before <= begun
-    assert (begun == later) == is_making
 
 
 def test_the_tiles_of_amx_are_asked_for() -> None:
