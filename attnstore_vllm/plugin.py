@@ -50,7 +50,7 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     log_as_vllm()
-    _start.note()
+    _start.note(holds=False)
     _ask_for_amx()
     if multiprocessing.parent_process() is None:
         try:
@@ -90,10 +90,14 @@ class _Start:
         self.at = time.time()
         self._is_held = False
 
-    def note(self) -> None:
-        """Now, unless one is being made: vLLM makes its configuration anew with a model loaded."""
+    def note(self, *, holds: bool) -> None:
+        """Now, unless one is being made: vLLM makes its configuration anew with a model loaded.
+
+        Args:
+            holds: it has this store, so that end() follows.
+        """
         if not self._is_held:
-            self.at, self._is_held = time.time(), True
+            self.at, self._is_held = time.time(), holds
 
     def end(self) -> None:
         """The engine's weights have been looked at: another one in this process begins later."""
@@ -130,7 +134,7 @@ def check_early(extra: object) -> None:
         extra: kv_connector_extra_config.
     Raises: ConfigError.
     """
-    _start.note()
+    _start.note(holds=True)
     if multiprocessing.parent_process() is None:
         config = StoreConfig.parse(extra)
         _warn_of_old_names(extra, config)

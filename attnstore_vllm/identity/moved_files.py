@@ -28,7 +28,7 @@ def check_unmoved(files: Iterable[Path], begun_at: float) -> None:
     seen: set[Path] = set()
     for file in files:
         changed_s = file.stat().st_ctime
-        is_blob = file.is_symlink() and file.resolve().parent.name == "blobs"
+        is_blob = _is_of_the_hub(file)
         if changed_s > begun_at and not is_blob:
             raise ValueError(f"{file} has changed while the server was starting")
         own = () if is_blob else (file.absolute().parent, file.resolve().parent)
@@ -47,6 +47,15 @@ def check_unmoved(files: Iterable[Path], begun_at: float) -> None:
                 raise ValueError(
                     f"{place} may be in another's place since the server began to start"
                 )
+
+
+def _is_of_the_hub(file: Path) -> bool:
+    """Whether it is <repo>/snapshots/<commit>/.., a link to a file of that repo's blobs. Links into
+    another directory of that name are anyone's, and may be led elsewhere."""
+    if not file.is_symlink():
+        return False
+    blobs = file.resolve().parent
+    return blobs.name == "blobs" and blobs.parent / "snapshots" in file.parent.resolve().parents
 
 
 def _was_moved(place: Path, found: os.stat_result, begun_at: float, *, is_own: bool) -> bool:

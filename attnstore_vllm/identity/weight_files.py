@@ -55,7 +55,8 @@ class WeightFile:
 
     path: Path
     name: str
-    """As vLLM sees it from the model's directory: a link's own, not that of what it leads to."""
+    """As vLLM sees it from the model's directory: a link's own, not that of what it leads to. With
+    the file's place where vLLM goes by that."""
     of: str = "model"
     """Which of an engine's models is loaded from it."""
 

@@ -50,7 +50,9 @@ _FROM_SUBFOLDERS = {
     "JinaEmbeddingsV5EncoderModel": "adapters/",
 }
 """Parts of models of vLLM that read weights beside its loader, from below the model's directory."""
-_HARMLESS = {"enable_multithread_load", "num_threads"}
+_PICKLED = (".bin", ".pt", ".pth")
+_THREADS = "enable_multithread_load"
+_HARMLESS = {_THREADS, "num_threads"}
 """Keys of --model-loader-extra-config that do not say which weights are loaded."""
 FILE_CLOCK_S = 0.01
 _PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
@@ -148,11 +150,14 @@ def _identify(
     ):
         return "dummy", b"dummy"  # made from a fixed seed, and of the shapes that it is asked for
     try:
-        files = [
-            WeightFile(path, path.name, of)
-            for of, (model, load) in zip(("model", "drafts"), made_of, strict=False)
-            for path in _files(model, load, own_files)
-        ]
+        files: list[WeightFile] = []
+        for of, (model, load) in zip(("model", "drafts"), made_of, strict=False):
+            paths = _files(model, load, own_files)
+            places = _places(paths)
+            files += [
+                WeightFile(path, f"{path.name} {places[path]}" if path in places else path.name, of)
+                for path in paths
+            ]
         look, digest = sampled(files), Digest(files, Memo(directory))
         try:
             # Once more: now a later change is seen by the digest itself.
@@ -208,8 +213,33 @@ def _files(model: ModelConfig, load: LoadConfig, own: Sequence[str | None]) -> l
     else:
         directory = _directory(model.model, model.revision, load.download_dir)
         files = weight_files(directory, load_format)
+    _check_order(files, load.model_loader_extra_config)
     _check_times(files)
     return files
+
+
+def _check_order(files: Sequence[Path], extra: object) -> None:
+    """Raise ValueError where threads load several files in any order: of a tensor that is in two
+    the last one counts. An index says which safetensors file has which."""
+    if not (isinstance(extra, Mapping) and extra.get(_THREADS)):
+        return
+    pickled = [file for file in files if file.suffix in _PICKLED]
+    safe = [file for file in files if file.suffix == ".safetensors"]
+    has_index = any(".index" in file.name for file in files)
+    if len(pickled) > 1 or (len(safe) > 1 and not has_index):
+        raise ValueError(
+            f"--model-loader-extra-config says {_THREADS}, which loads them in any order"
+        )
+
+
+def _places(files: Sequence[Path]) -> dict[Path, int]:
+    """Of several pickled files, their order in the directory: vLLM loads them so, and of a tensor
+    that is in two the last one counts. Of safetensors it goes by names."""
+    pickled = [file for file in files if file.suffix in _PICKLED]
+    if len(pickled) < 2:
+        return {}
+    order = {name: place for place, name in enumerate(os.listdir(pickled[0].parent))}
+    return {file: place for place, file in enumerate(sorted(pickled, key=lambda f: order[f.name]))}
 
 
 def _unknown_settings(extra: object) -> str:

@@ -14,17 +14,26 @@ from attnstore_vllm import plugin
 def test_a_start_lasts_until_the_weights_have_been_looked_at() -> None:
     """However often vLLM makes its configuration, or loads plugins, meanwhile."""
     start = plugin._Start()
-    start.note()
+    start.note(holds=True)
     first = start.at
     for _ in range(2):
-        start.note()
+        start.note(holds=True)
     assert start.at == first
     start.end()
     assert start.at == first, "what is looked at once more is of the same start"
-    start.note()
+    start.note(holds=True)
     second = start.at
-    start.note()
+    start.note(holds=True)
     assert first < second == start.at
+
+
+def test_an_engine_without_the_store_holds_no_start() -> None:
+    """A process may train and save a model before it makes the engine that has the store."""
+    start = plugin._Start()
+    start.note(holds=False)
+    first = start.at
+    start.note(holds=True)
+    assert first < start.at
 
 
 @pytest.mark.parametrize("is_making", [True, False])
@@ -33,13 +42,13 @@ def test_a_fork_begins_then(is_making: bool) -> None:
     configuration is still to come, and so may be the model."""
     plugin.end_start()
     if is_making:
-        plugin._start.note()
+        plugin._start.note(holds=True)
     context = multiprocessing.get_context("fork")
     pipe, end = context.Pipe(duplex=False)
 
     def tell() -> None:
         begun = plugin.configured_at()
-        plugin._start.note()
+        plugin._start.note(holds=True)
         end.send((begun, plugin.configured_at()))
 
     before = time.time()

@@ -85,6 +85,15 @@ def release_renamed(models: Path) -> None:
     (models / "rv2").rename(models / "release")
 
 
+def pool(models: Path) -> Path:
+    """A pool of one's own, of links into a directory that is called as the hub's."""
+    (models / "blobs").mkdir()
+    for version in ("v1", "v2"):
+        (models / version / NAME).rename(models / "blobs" / version)
+        (models / version / NAME).symlink_to(Path("../blobs") / version)
+    return plain(models)
+
+
 def target_renamed(models: Path) -> None:
     (models / "v1").rename(models / "old")
     (models / "v2").rename(models / "v1")
@@ -105,6 +114,16 @@ WAYS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
     "link of the directory": (linked_directory, lambda models: relink(models / "current", "v2")),
     "what a link leads to": (linked_directory, target_renamed),
     "what a file's link leads to": (linked_file, target_renamed),
+    "link into blobs of one's own": (
+        pool, lambda models: relink(models / "current" / NAME, "../blobs/v2"),
+    ),
+    "directory of links into blobs": (pool, directory_renamed),
+    "a blob of one's own": (
+        pool, lambda models: (models / "blobs" / "v2").rename(models / "blobs" / "v1") and None,
+    ),
+    "a blob written in place": (
+        pool, lambda models: (models / "blobs" / "v1").write_bytes(b"v2") and None,
+    ),
 }  # fmt: skip
 
 
