@@ -153,7 +153,7 @@ def _identify(
         files: list[WeightFile] = []
         for of, (model, load) in zip(("model", "drafts"), made_of, strict=False):
             paths = _files(model, load, own_files)
-            places = _places(paths)
+            places = places_of(paths)
             files += [
                 WeightFile(path, f"{path.name} {places[path]}" if path in places else path.name, of)
                 for path in paths
@@ -213,12 +213,12 @@ def _files(model: ModelConfig, load: LoadConfig, own: Sequence[str | None]) -> l
     else:
         directory = _directory(model.model, model.revision, load.download_dir)
         files = weight_files(directory, load_format)
-    _check_order(files, load.model_loader_extra_config)
+    check_order(files, load.model_loader_extra_config)
     _check_times(files)
     return files
 
 
-def _check_order(files: Sequence[Path], extra: object) -> None:
+def check_order(files: Sequence[Path], extra: object) -> None:
     """Raise ValueError where threads load several files in any order: of a tensor that is in two
     the last one counts. An index says which safetensors file has which."""
     if not (isinstance(extra, Mapping) and extra.get(_THREADS)):
@@ -232,9 +232,9 @@ def _check_order(files: Sequence[Path], extra: object) -> None:
         )
 
 
-def _places(files: Sequence[Path]) -> dict[Path, int]:
-    """Of several pickled files, their order in the directory: vLLM loads them so, and of a tensor
-    that is in two the last one counts. Of safetensors it goes by names."""
+def places_of(files: Sequence[Path]) -> dict[Path, int]:
+    """The order of several pickled files in their directory: vLLM loads them so, and of a tensor
+    that is in two the last one counts. It loads safetensors in the order of their names."""
     pickled = [file for file in files if file.suffix in _PICKLED]
     if len(pickled) < 2:
         return {}

@@ -17,7 +17,6 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm import plugin
-from attnstore_vllm.identity import weights
 from attnstore_vllm.identity.weight_files import Digest
 from attnstore_vllm.identity.weights import (
     FILE_CLOCK_S,
@@ -185,56 +184,6 @@ def test_weights_of_the_drafts(tmp_path: Path) -> None:
     dummies.speculative_config.draft_load_config = LoadConfig(load_format="auto")
     names = [name(dummies, store) for _ in range(2)]
     assert names[0] != names[1], "nobody can tell dummies beside files: another one each time"
-
-
-def test_pickled_files_count_by_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM loads them as the directory gives them. Of a tensor in two the last one counts."""
-    files = [tmp_path / name for name in ("a.bin", "b.bin", "c.safetensors")]
-    orders = [["b.bin", "c.safetensors", "a.bin"], ["a.bin", "b.bin", "c.safetensors"]]
-    found = []
-    for order in orders:
-        monkeypatch.setattr(weights.os, "listdir", lambda _, order=order: order)
-        found.append(weights._places(files))
-    assert found == [{files[1]: 0, files[0]: 1}, {files[0]: 0, files[1]: 1}]
-    assert weights._places(files[1:]) == {}, "one alone has no order"
-    monkeypatch.undo()
-    model = make_model(tmp_path / "model", TINY)
-    for name_ in ("pytorch_model.bin", "pytorch_model_ema.bin"):
-        shutil.copy(model / "model.safetensors", model / name_)
-        (model / name_).write_bytes((model / name_).read_bytes() + name_.encode())
-    (model / "model.safetensors").unlink()
-    made, names = config(model), []
-    real = os.listdir
-    for step in (1, -1):
-        monkeypatch.setattr(
-            weights.os, "listdir", lambda place, step=step: sorted(real(place))[::step]
-        )
-        names.append(name(made, tmp_path / "store"))
-    assert names[0][0] != names[1][0]
-    assert names[0][1] != names[1][1]
-
-
-@pytest.mark.parametrize(
-    ("names", "is_refused"),
-    [
-        (SHARDS, True),
-        ((*SHARDS, "model.safetensors.index.json"), False),
-        (SHARDS[:1], False),
-        (("a.bin", "b.bin", "pytorch_model.bin.index.json"), True),
-        (("a.bin",), False),
-    ],
-)
-def test_threads_load_in_any_order(names: tuple[str, ...], is_refused: bool) -> None:
-    files = [Path("model") / name for name in names]
-    weights._check_order(files, {"num_threads": 8})
-    weights._check_order(files, None)
-    if not is_refused:
-        weights._check_order(files, {"enable_multithread_load": True})
-        return
-    with pytest.raises(ValueError, match="enable_multithread_load"):
-        weights._check_order(files, {"enable_multithread_load": True})
 
 
 def test_weights_that_no_file_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -99,11 +99,11 @@ def target_renamed(models: Path) -> None:
     (models / "v2").rename(models / "v1")
 
 
-WAYS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
+WAYS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], object]]] = {
     "directory renamed": (plain, directory_renamed),
     "release renamed": (below_a_release, release_renamed),
     "file renamed over": (
-        plain, lambda models: (models / "v2" / NAME).rename(models / "current" / NAME) and None,
+        plain, lambda models: (models / "v2" / NAME).rename(models / "current" / NAME),
     ),
     "link of the file": (
         linked_file, lambda models: relink(models / "current" / NAME, models / "v2" / NAME),
@@ -119,10 +119,10 @@ WAYS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
     ),
     "directory of links into blobs": (pool, directory_renamed),
     "a blob of one's own": (
-        pool, lambda models: (models / "blobs" / "v2").rename(models / "blobs" / "v1") and None,
+        pool, lambda models: (models / "blobs" / "v2").rename(models / "blobs" / "v1"),
     ),
     "a blob written in place": (
-        pool, lambda models: (models / "blobs" / "v1").write_bytes(b"v2") and None,
+        pool, lambda models: (models / "blobs" / "v1").write_bytes(b"v2"),
     ),
 }  # fmt: skip
 
