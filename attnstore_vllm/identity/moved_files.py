@@ -12,8 +12,6 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_SINCE = "since the server began to start"
-
 
 def check_unmoved(files: Iterable[Path], begun_at: float) -> None:
     """Raise ValueError for a file that was changed since, or to whose place another thing led.

@@ -9,7 +9,8 @@ Requests stand in the order in which vLLM will run them. Each wants chunks. What
 fetched from NVMe nearest first, into room that nothing nearer wants: so DRAM holds what the first
 so many requests want, as many as fit by their real sizes (the look-ahead window; CachedAttention,
 section 3.3.1 has its mean, C_mem / S_kv). What is wanted is not evicted while there is anything
-that is not; then what is wanted by the farthest request goes first (section 3.3.2).
+that is not. Then reads take what is wanted by the farthest request first (section 3.3.2). Saves
+take only what waits behind a better priority.
 """
 
 from __future__ import annotations
