@@ -11,6 +11,8 @@ body.
     ended: true             the conversation is over: its KV leaves before all other KV
     session: "an id"        the conversation that it is of: `ended` holds for all that it has left
     parent: "an id"         the session that has begun this one, and ends it with itself
+    tool: "a name"          the tool that the answer calls, or else the last one
+    agent: "a name"         the kind of agent that asks
     audit: true             its hit is computed, to be compared with what is stored
     pin: true               its prompt's KV is not evicted until that time is over, within a share
 
@@ -30,16 +32,19 @@ from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import seconds_of
 from attnstore_vllm.index.keys import encode_tokens
 from attnstore_vllm.policy.priority import Priority
+from attnstore_vllm.policy.told import Told
 from attnstore_vllm.policy.visits import NO_TERMS, Terms
 from attnstore_vllm.types import TOKEN_BYTES
 
 SECTION: Final = "attnstore"
 KEYS: Final = (
     "store", "priority", "ttl", "truncation", "approximate", "report", "ended", "audit", "pin",
-    "session", "parent",
+    "session", "parent", "tool", "agent",
 )  # fmt: skip
 ID_MAX = 256
 """Characters of a session's id."""
+NAMES: Final = {"session": ID_MAX, "parent": ID_MAX, "tool": 64, "agent": 64}
+"""Hints that are names, and characters that each has at most."""
 PRIORITIES = {"low": Priority.LOW, "normal": Priority.NORMAL, "high": Priority.HIGH}
 
 
@@ -60,6 +65,15 @@ class Hints:
     session: str | None = None
     """A name that the client has chosen: it means nothing but among requests of its salt."""
     parent: str | None = None
+    tool: str | None = None
+    agent: str | None = None
+    """When the next turn comes is learned by these (policy/told.py)."""
+
+    def terms_of(self, tenant: bytes) -> Terms:
+        """What a request of this tenant asks for its KV."""
+        if self.session is None and self.tool is None and self.agent is None:
+            return self.terms
+        return replace(self.terms, told=Told(tenant, self.agent, self.tool))
 
     def with_ignored(self, more: int) -> Hints:
         return replace(self, ignored=self.ignored + more) if more else self
@@ -68,8 +82,9 @@ class Hints:
 NO_HINTS = Hints()
 
 
-def is_session(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= ID_MAX
+def is_name(key: str, value: object) -> bool:
+    """Whether this makes sense as the hint of one of NAMES."""
+    return isinstance(value, str) and 0 < len(value) <= NAMES[key]
 
 
 def makes_sense(key: str, value: object) -> bool:
@@ -78,8 +93,8 @@ def makes_sense(key: str, value: object) -> bool:
         return isinstance(value, str) and value in PRIORITIES
     if key == "ttl":
         return seconds_of(value) is not None
-    if key in ("session", "parent"):
-        return is_session(value)
+    if key in NAMES:
+        return is_name(key, value)
     return isinstance(value, bool)
 
 
@@ -153,8 +168,7 @@ class HintReader:
             audit=said.get("audit", False),
             applied=len(said),
             ignored=len(given) - len(said),
-            session=said.get("session"),
-            parent=said.get("parent"),
+            **{key: said[key] for key in NAMES if key in said},
         )
 
 

@@ -26,7 +26,6 @@ Runs are followed whether or not their chunks are still stored: what is learned 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,7 +33,16 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from attnstore_vllm.policy.ages import (
+    NUM_AGES,
+    Array,
+    age_of,
+    ages_of,
+    gittins,
+    hazard,
+    logistic,
+)
+from attnstore_vllm.policy.told import PARTS, ToldReturns, ToldSeen, fit_told
 
 RUNS_MAX = 65536
 """Open runs that are followed. The oldest is given up for a new one."""
@@ -42,14 +50,6 @@ REFIT_RUNS = 256
 FIRST_REFITS = (32, 64, 128)
 DECAY_RUNS = 1 << 17
 """After so many runs what was seen before counts half."""
-
-NUM_AGES = 40
-FIRST_S = 4.0
-"""Clocks of traces tick every few seconds. In a shorter age what comes within one tick would look
-like a high rate, and what has just come like the best to keep."""
-EDGES_S = np.concatenate([[0.0], FIRST_S * 2.0 ** (np.arange(NUM_AGES) / 2)])
-"""Age b is from EDGES_S[b] to EDGES_S[b + 1] seconds; the last ends after 34 days."""
-WIDTHS_S = np.diff(EDGES_S)
 
 TURNS_MAX = 4
 GAPS_S = (15.0, 60.0, 240.0)
@@ -99,19 +99,6 @@ def answered(kind: int, num_tokens: int) -> int:
     return kind - kind % SHAPE[5] + sum(num_tokens >= limit for limit in ANSWERS_TOKENS)
 
 
-def age_of(seconds: float) -> int:
-    """The age, an index of WIDTHS_S."""
-    return bisect_right(_BEGINNINGS_S, seconds)
-
-
-def ages_of(seconds: Array) -> npt.NDArray[np.int64]:
-    """age_of() of each."""
-    return np.searchsorted(EDGES_S[1:-1], seconds, side="right")
-
-
-_BEGINNINGS_S: list[float] = EDGES_S[1:-1].tolist()
-
-
 _FACTORS = np.indices(SHAPE).reshape(len(SHAPE), NUM_KINDS)
 _DESIGN = np.concatenate(
     [np.ones((1, NUM_KINDS))]
@@ -120,6 +107,17 @@ _DESIGN = np.concatenate(
 """[kind, 1 + values of all factors]: which it has."""
 _CLASSES = _FACTORS[1] * 2 + _FACTORS[4]
 _NUM_CLASSES = SHAPE[1] * 2
+_PART = np.where(
+    _FACTORS[4] == 0,
+    ((_FACTORS[0] > 0) * SHAPE[1] + _FACTORS[1]) * SHAPE[5] + _FACTORS[5],
+    -1,
+)
+"""[kind] the part of a place that it is of (told.py). -1: of none, since others share it."""
+_PARTS: list[int] = _PART.tolist()
+assert max(_PARTS) == PARTS - 1
+_CLASS_OF_PART = np.arange(PARTS) // SHAPE[5] % SHAPE[1] * 2
+KIND_PRIOR = 1e-6
+"""Weight of a kind that was never seen in the mean of its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +149,8 @@ class ReturnEstimator:
         self._num_tokens = np.zeros(RUNS_MAX, np.int32)
         self._since = np.zeros(RUNS_MAX)
         self._weight = np.zeros(RUNS_MAX)
+        self._context = np.full(RUNS_MAX, -1, np.int16)
+        self.told = ToldReturns()
         self._is_open = np.zeros(RUNS_MAX, np.bool_)
         self.is_due = False
         """Whether refit() is to be called soon."""
@@ -190,7 +190,14 @@ class ReturnEstimator:
         return deepest
 
     def open(
-        self, end: int, kind: int, turn: int, weight: float, now: float, num_tokens: int = 0
+        self,
+        end: int,
+        kind: int,
+        turn: int,
+        weight: float,
+        now: float,
+        num_tokens: int = 0,
+        context: int = -1,
     ) -> int:
         """Follow a run from now on.
 
@@ -199,6 +206,7 @@ class ReturnEstimator:
             turn: of its conversation; TURNS_MAX at most. 0 for a shared run.
             weight: its chunks; slots are what is worth something, not requests.
             num_tokens: of its request's prompt.
+            context: the place of what was told of it (told.py). -1: of none.
         Returns: its number. Cost: O(1).
         """
         if end in self._places:
@@ -215,6 +223,7 @@ class ReturnEstimator:
         self._num_tokens[place] = num_tokens
         self._since[place], self._weight[place] = now, weight
         self._is_open[place] = True
+        self._set_context(place, context)
         self._places[end] = place
         self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
@@ -224,11 +233,25 @@ class ReturnEstimator:
         self._unfollowed -= 1
         return self._unfollowed
 
-    def change(self, number: int, kind: int) -> None:
-        """An open run is of this kind; nothing changes for one that is not open. Cost: O(1)."""
+    def change(self, number: int, kind: int, context: int = -1) -> None:
+        """An open run is of this kind and context; nothing changes for one that is not open.
+        Cost: O(1)."""
         place = (number - 1) % RUNS_MAX
         if self._is_open[place] and self._number[place] == number:
             self._kind[place] = kind
+            if self._context[place] >= 0:
+                self.told.leave(int(self._context[place]))
+            self._set_context(place, context)
+
+    def _set_context(self, place: int, context: int) -> None:
+        self._context[place] = context
+        if context >= 0:
+            self.told.open(context)
+
+    def row(self, kind: int, context: int) -> int:
+        """The row of such runs in `worths`: their kind's, until more was learned of the context."""
+        told = self.told.row(context, _PARTS[kind]) if context >= 0 else None
+        return kind if told is None else NUM_KINDS + told
 
     def worth(self, kind: int, seconds: float) -> float:
         """Expected returns per second of a slot whose run has not returned for that long."""
@@ -236,7 +259,8 @@ class ReturnEstimator:
 
     @property
     def worths(self) -> Array:
-        """[kind, age] what worth() says. Never changed: another array, once more was learned."""
+        """[row, age] what worth() says of each kind, and then of each context. Never changed:
+        another array, once more was learned."""
         return self._fit.worths
 
     def returns(self, kind: int) -> float:
@@ -246,7 +270,13 @@ class ReturnEstimator:
     def _close(self, place: int, table: Array, now: float) -> None:
         self._is_open[place] = False
         age = age_of(now - self._since[place])
-        table[self._kind[place], age] += self._weight[place]
+        kind, weight = int(self._kind[place]), float(self._weight[place])
+        table[kind, age] += weight
+        context = int(self._context[place])
+        if context >= 0:
+            returned = table is self._returned
+            self.told.close(context, _PARTS[kind], age, weight, returned=returned)
+            self._context[place] = -1
 
     def refit(self, now: float) -> None:
         """Learn from what was seen since the last time. Cost: some milliseconds."""
@@ -265,15 +295,20 @@ class ReturnEstimator:
             self._departed.copy(),
             self._weight_sum / max(1, self._opened),
             self._fit,
+            self._context.copy(),
+            self.told.seen(),
         )
         if self._opened >= self._decay_at:
             self._decay_at += DECAY_RUNS
             self._returned *= 0.5
             self._departed *= 0.5
+            self.told.halve()
         return seen
 
     def learn(self, fit: Fit) -> None:
         self._fit = fit
+        if fit.serials is not None:
+            self.told.learn(fit.serials)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,14 +322,17 @@ class Fit:
     coefficients: Array
     """Coefficients of the regression."""
     worths: Array
-    """[kind, age] returns a second. Of all kinds: an eviction has no time to work one out."""
+    """[row, age] returns a second. Of all kinds: an eviction has no time to work one out. Behind
+    them those of each context, if there were any."""
+    serials: tuple[int, ...] | None = None
+    """Of the contexts at their places. None: there were none."""
 
 
 @cache
 def _prior() -> Fit:
     """The fit before anything was seen."""
     p, q = np.full(NUM_KINDS, 0.5), np.tile(PRIOR_HAZARD, (_NUM_CLASSES, 1))
-    return Fit(p, q, np.zeros(_DESIGN.shape[1]), _gittins(p, q))
+    return Fit(p, q, np.zeros(_DESIGN.shape[1]), gittins(p, q, _CLASSES))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -314,6 +352,9 @@ class Observed:
     run: float
     """The mean weight of a run: the unit."""
     before: Fit
+    context: npt.NDArray[np.int16]
+    """[place] of the open runs."""
+    told: ToldSeen | None
 
     def fit(self) -> Fit:
         """Pure. Cost: some milliseconds."""
@@ -325,7 +366,32 @@ class Observed:
         p, q, coefficients = _fit(
             self.returned / self.run, waiting / self.run, b.p, b.q, b.coefficients
         )
-        return Fit(p, q, coefficients, _gittins(p, q))
+        worths = gittins(p, q, _CLASSES)
+        if self.told is None:
+            return Fit(p, q, coefficients, worths)
+        seen = KIND_PRIOR + (self.returned + waiting).sum(axis=1)
+        told = self._fit_told(self.told, live, seen, p, q)
+        return Fit(p, q, coefficients, np.concatenate([worths, told]), self.told.serials)
+
+    def _fit_told(
+        self, told: ToldSeen, live: npt.NDArray[np.intp], seen: Array, p: Array, q: Array
+    ) -> Array:
+        """[row, age] of the contexts' rows.
+
+        Args:
+            live: places of open runs.
+            seen: [kind] weights of all of a kind.
+        """
+        live = live[self.context[live] >= 0]
+        rows = self.context[live].astype(np.int64) * PARTS + _PART[self.kind[live]]
+        cells = rows * NUM_AGES + ages_of(self.now - self.since[live])
+        size = told.departed.size
+        counts = np.bincount(cells, self.weight[live], size).reshape(told.departed.shape)
+        own = _PART >= 0
+        of_part = np.bincount(_PART[own], seen[own], PARTS)
+        p_of_part = np.bincount(_PART[own], (seen * p)[own], PARTS) / of_part
+        waiting = told.departed + counts
+        return fit_told(told.returned / self.run, waiting / self.run, p_of_part, q[_CLASS_OF_PART])
 
 
 def _fit(
@@ -347,14 +413,14 @@ def _fit(
         will_return = waiting * left / (1 - p[seen, None] + left)
         positive = returned_sum + will_return.sum(axis=1)
         coefficients = _regress(design, positive, total, coefficients)
-        p = _logistic(_DESIGN @ coefficients)
+        p = logistic(_DESIGN @ coefficients)
         p[seen] = (positive + KIND_RUNS * p[seen]) / (total + KIND_RUNS)
         by_class = np.zeros((2, _NUM_CLASSES, NUM_AGES))
         np.add.at(by_class[0], classes, returned)
         np.add.at(by_class[1], classes, will_return)
         returned_in_all, waiting_in_all = by_class.sum(axis=1)
-        pooled = _hazard(returned_in_all, waiting_in_all, PRIOR_HAZARD, PRIOR_RUNS)
-        q = np.clip(_hazard(by_class[0], by_class[1], pooled, CLASS_RUNS), 1e-6, 0.999)
+        pooled = hazard(returned_in_all, waiting_in_all, PRIOR_HAZARD, PRIOR_RUNS)
+        q = np.clip(hazard(by_class[0], by_class[1], pooled, CLASS_RUNS), 1e-6, 0.999)
     return p, q, coefficients
 
 
@@ -362,33 +428,9 @@ def _regress(design: Array, positive: Array, total: Array, coefficients: Array) 
     """Two steps of Newton's method towards the ridge estimate; the next rounds do the rest."""
     ridge = RIDGE * np.eye(len(coefficients))
     for _ in range(2):
-        mean = _logistic(design @ coefficients)
+        mean = logistic(design @ coefficients)
         slope = design.T @ (positive - total * mean) - RIDGE * coefficients
         curvature = (design * (total * mean * (1 - mean))[:, None]).T @ design + ridge
         step = np.linalg.solve(curvature, slope)
         coefficients = coefficients + np.clip(step, -STEP_MAX, STEP_MAX)
     return coefficients
-
-
-def _logistic(x: Array) -> Array:
-    return 1 / (1 + np.exp(-np.clip(x, -30, 30)))
-
-
-def _hazard(returned: Array, waiting: Array, prior: Array, prior_runs: float) -> Array:
-    """[..., age] the probability to return at an age, of those that had not before."""
-    reached = np.cumsum((returned + waiting)[..., ::-1], axis=-1)[..., ::-1] - waiting / 2
-    return (returned + prior_runs * prior) / (reached + prior_runs)
-
-
-def _gittins(p: Array, q: Array) -> Array:
-    """[kind, age] the best ratio of returns to seconds, over all times to keep a slot."""
-    survival = np.cumprod(1 - q, axis=1)
-    survival = np.concatenate([np.ones((_NUM_CLASSES, 1)), survival], axis=1)[_CLASSES]
-    alive = np.ascontiguousarray((1 - p[:, None] * (1 - survival)).T)  # [age, kind]: rows are long
-    seconds = np.cumsum(WIDTHS_S[:, None] * (alive[1:] + alive[:-1]) / 2, axis=0)
-    seconds = np.concatenate([np.zeros((1, NUM_KINDS)), seconds])
-    best = np.zeros((NUM_AGES, NUM_KINDS))
-    for age in range(NUM_AGES):
-        ratios = (alive[age] - alive[age + 1 :]) / (seconds[age + 1 :] - seconds[age])
-        best[age] = ratios.max(axis=0)
-    return np.ascontiguousarray(best.T)

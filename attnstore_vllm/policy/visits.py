@@ -8,7 +8,7 @@ It is long since it says for each way in which two requests can meet whose terms
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,15 +17,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from attnstore_vllm.policy.ages import Array
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import (
     TURNS_MAX,
-    Array,
     Before,
     ReturnEstimator,
     answered,
     kind_of,
 )
+from attnstore_vllm.policy.told import Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Terms:
     session: frozenset[int] | None = None
     """The numbers of the last runs of its session, if that has a name, by which all that it has
     left can end later."""
+    told: Told | None = None
+    """What its client tells of when the next turn comes."""
 
 
 NO_TERMS = Terms()
@@ -130,6 +133,10 @@ class Run:
     """
     lots: tuple[Lot, ...] = ()
     """It ends once all of these have. None: nothing was made of it yet."""
+    told: Told | None = None
+    """What the client has told of it. Nothing of what others share."""
+    context: int = -1
+    """The place of that, as the estimator has it. Changed by answer() alone."""
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
@@ -330,17 +337,21 @@ def visit_of(
         stop = min(stop, len(marks))
         kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
         number = 0 if is_shared or stop > start else estimator.unfollowed()
+        told = None if is_shared else terms.told
+        context = estimator.told.contexts.place(told) if told is not None else -1
         if stop > start:
             follows = 0 if is_shared else turn
             mark = marks[stop - 1]
-            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
+            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens, context)
         priority = max(Priority.NORMAL, terms.priority) if is_shared else terms.priority
         lots: tuple[Lot, ...] = () if is_shared else (lot,)
         if is_shared and stop > start:
             lasts = [last or NO_RUN for last in last_runs[start:stop]]
             lots = lots_of(lasts, lot)
             priority = max(priority, *(last.priority for last in lasts))
-        return Run(number, kind, now, is_shared, priority, lease, lots=lots)
+        return Run(
+            number, kind, now, is_shared, priority, lease, lots=lots, told=told, context=context
+        )
 
     parts, start = list[tuple[int, Run]](), 0
     num_told = len(marks) if terms.session is not None else 0
@@ -514,16 +525,26 @@ def moved_run(run: Run, visit: Visit, now: float) -> Run:
     return replace(run, since=now, is_shared=True, priority=priority, lease=lease, lots=lots)
 
 
-def answer(run: Run, num_tokens: int, estimator: ReturnEstimator, now: float) -> None:
+def answer(
+    run: Run, num_tokens: int, estimator: ReturnEstimator, now: float, ending: Hashable = None
+) -> None:
     """The request has ended, answered with so many tokens, which tells something of whether it is
     gone on with. The caller tells the orders of departure. Nothing changes for what others share.
+
+    Args:
+        ending: the last tokens of the answer, read where the client tells something too: a call of
+            a tool ends with other tokens than what a person is to read. None: not known.
     """
     for one in (run, *(one for lot in run.lots for one in lot.runs)):
         if one.number == run.number:  # its copies are gone on from as it is
             one.ended_at = now
-    if not run.is_shared:
-        run.kind = answered(run.kind, num_tokens)
-        estimator.change(run.number, run.kind)
+    if run.is_shared:
+        return
+    run.kind = answered(run.kind, num_tokens)
+    if run.told is not None and ending is not None:
+        context = estimator.told.contexts.place(run.told, ending)
+        run.context = context if context >= 0 else run.context
+    estimator.change(run.number, run.kind, run.context)
 
 
 def end(runs: Iterable[Run]) -> Iterator[Run]:

@@ -9,7 +9,11 @@ from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.sessions import SessionTable
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.scheduler.request import RequestState
+from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.store.store import Store
+
+ENDING = 2
+"""Tokens of an answer's end."""
 
 
 class Sessions:
@@ -20,7 +24,7 @@ class Sessions:
 
     def terms(self, state: RequestState) -> Terms:
         """Those of a request that comes, with what its session has left. Cost: a look-up."""
-        session, terms = state.hints.session, state.hints.terms
+        session, terms = state.hints.session, state.terms
         if session is None:
             return terms
         return replace(terms, session=self.table.numbers(state.tenant, session))
@@ -37,4 +41,11 @@ class Sessions:
                 ended = self.table.end(state.tenant, hints.session)
             elif state.visit is not None or state.computing.scheduled_stop:  # else it left nothing
                 self.table.note(state.tenant, hints.session, run, hints.parent)
-        store.answered(run, request.num_tokens - request.num_prompt_tokens, ended)
+        store.answered(run, *_answer(request), ended)
+
+
+def _answer(request: Request) -> tuple[int, tuple[int, ...] | None]:
+    """How many tokens it was answered with, and the last of them: two, since the last one alone
+    ends all answers of many models. None: it was answered with fewer."""
+    said = request.num_tokens - request.num_prompt_tokens
+    return said, tuple(request.all_token_ids[-ENDING:]) if said >= ENDING else None

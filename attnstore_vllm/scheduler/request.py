@@ -281,6 +281,10 @@ class RequestState:
             return Stage.COMPUTING
         return Stage.WAITING if self.waiting.deadline is not None else Stage.ARRIVED
 
+    @property
+    def terms(self) -> Terms:
+        return self.hints.terms_of(self.tenant)
+
     def expect(self, pieces: Sequence[Piece]) -> None:
         """Note what a lookup found: an offer that falls short of it is a recomputation."""
         if pieces:

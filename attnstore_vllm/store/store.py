@@ -19,7 +19,7 @@ import math
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -93,8 +93,7 @@ class Store:
     ) -> None:
         nvme, pinning, clock = config.nvme, config.pinning, harness.clock
         moved = config.truncation or TruncationConfig()
-        self._estimator = ReturnEstimator()
-        self._ttl_s = config.ttl_s
+        self._estimator, self._ttl_s = ReturnEstimator(), config.ttl_s
         order = partial(departures, config.eviction, estimator=self._estimator)
         self.residency = residency_with(config.quotas, pool, slab)(
             pool.num_slots,
@@ -237,11 +236,13 @@ class Store:
             run = unknown_run(self._clock(), min(ttls, default=None))
             return replace(run, is_shared=True, is_known=True, priority=terms.priority)
 
-    def answered(self, run: Run, num_tokens: int, over: Iterable[Run] = ()) -> None:
-        """The request whose own run this is has ended, with so many tokens of its own. The
-        conversations of the runs `over` have too: these leave first."""
+    def answered(
+        self, run: Run, num_tokens: int, ending: Hashable = None, over: Iterable[Run] = ()
+    ) -> None:
+        """The request whose own run this is has ended, with so many tokens of its own, `ending` the
+        last of them. The conversations of the runs `over` have too: these leave first."""
         with self._lock:
-            answer(run, num_tokens, self._estimator, self._clock())
+            answer(run, num_tokens, self._estimator, self._clock(), ending)
             for changed in (run, *end(over)):
                 self.residency.rank(changed)
 

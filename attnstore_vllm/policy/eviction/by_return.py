@@ -6,10 +6,10 @@ stand in the order of their age, and what they are worth rises with age up to so
 from there: the one that is worth least stands at one end or the other. So a decision looks at the
 ends of lanes alone, however many keys there are.
 
-Clients choose how many lanes there are: up to NUM_KINDS for each priority. So what each end is
-worth stands in an array, and the least of it is found in one pass that takes microseconds. It is
-worked out again, for all of them at once, when the end is of another key, when its age comes into
-another class, and when the estimator has learned.
+Clients choose how many lanes there are: up to NUM_KINDS and told.ROWS for each priority. So what
+each end is worth stands in an array, and the least of it is found in one pass that takes
+microseconds. It is worked out again, for all of them at once, when the end is of another key, when
+its age comes into another class, and when the estimator has learned.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from attnstore_vllm.policy.ages import EDGES_S, age_of, ages_of
 from attnstore_vllm.policy.eviction.base import K
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.returns import EDGES_S, ReturnEstimator, age_of, ages_of
+from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import Run
 
 T = TypeVar("T", bound=np.generic)
@@ -316,10 +317,12 @@ def _longer(array: npt.NDArray[T], size: int, fill: float) -> npt.NDArray[T]:
 
 
 def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
-    """The order that servers use. Runs of one kind and priority have a lane of their own. In a
-    request, what others share is before what is its own, and stays."""
+    """The order that servers use. Runs of one kind, context and priority have a lane of
+    their own. In a request, what others share is before what is its own, and stays."""
     return ByReturn(
-        lambda run: AgeLane(run.kind, PRIORITY_FACTORS[run.priority], run.is_shared),
+        lambda run: AgeLane(
+            estimator.row(run.kind, run.context), PRIORITY_FACTORS[run.priority], run.is_shared
+        ),
         lambda run: run.since,
         lambda: estimator.worths,
     )

@@ -21,11 +21,12 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from attnstore_vllm.policy.ages import EDGES_S
 from attnstore_vllm.policy.eviction.base import Order
 from attnstore_vllm.policy.eviction.by_return import by_return
 from attnstore_vllm.policy.eviction.lru import Fifo, Lru
 from attnstore_vllm.policy.lazy_heap import LazyHeap
-from attnstore_vllm.policy.returns import EDGES_S, ReturnEstimator
+from attnstore_vllm.policy.returns import ReturnEstimator
 from attnstore_vllm.policy.visits import Run, by_end, unknown_run
 
 GROUPS_MAX = 4

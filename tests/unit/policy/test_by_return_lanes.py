@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnstore_vllm.policy.ages import EDGES_S, NUM_AGES, age_of, ages_of
 from attnstore_vllm.policy.eviction.by_return import (
     ENDS_MAX,
     KEYS_MAX,
@@ -27,16 +28,7 @@ from attnstore_vllm.policy.eviction.by_return import (
 )
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.returns import (
-    EDGES_S,
-    NUM_AGES,
-    NUM_KINDS,
-    Fit,
-    ReturnEstimator,
-    age_of,
-    ages_of,
-    kind_of,
-)
+from attnstore_vllm.policy.returns import NUM_KINDS, Fit, ReturnEstimator, kind_of
 from attnstore_vllm.policy.visits import Run, answer
 
 KINDS = [

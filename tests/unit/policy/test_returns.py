@@ -10,10 +10,10 @@ from random import Random
 import pytest
 
 from attnstore_vllm.policy import returns
+from attnstore_vllm.policy.ages import EDGES_S, age_of
 from attnstore_vllm.policy.returns import (
     NUM_KINDS,
     ReturnEstimator,
-    age_of,
     answered,
     kind_of,
 )
@@ -99,14 +99,14 @@ def test_a_run_that_is_not_open_is_not_changed() -> None:
 
 def test_ages_rise_and_end() -> None:
     assert [age_of(s) for s in (0.0, 3.99, 4.0, 6.0, 8.0, 1e12)] == [0, 0, 1, 2, 3, 39]
-    for number, edge in enumerate(returns.EDGES_S[1:-1], 1):
+    for number, edge in enumerate(EDGES_S[1:-1], 1):
         assert age_of(float(edge) * 1.001) == number
 
 
 def test_before_anything_was_seen_the_order_is_lru() -> None:
     estimator = ReturnEstimator()
     worth = [
-        [estimator.worth(kind, seconds) for seconds in (0.0, *returns.EDGES_S[1:] * 1.001)]
+        [estimator.worth(kind, seconds) for seconds in (0.0, *EDGES_S[1:] * 1.001)]
         for kind in range(NUM_KINDS)
     ]
     assert all(row == worth[0] for row in worth)
