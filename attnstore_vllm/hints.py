@@ -11,7 +11,7 @@ body.
     ended: true             the conversation is over: its KV leaves before all other KV
     session: "an id"        the conversation that it is of: `ended` holds for all that it has left
     parent: "an id"         the session that has begun this one, and ends it with itself
-    tool: "a name"          the tool that the answer calls, or else the last one
+    tool: "a name"          the last tool: the one whose result the prompt brings
     agent: "a name"         the kind of agent that asks
     audit: true             its hit is computed, to be compared with what is stored
     pin: true               its prompt's KV is not evicted until that time is over, within a share

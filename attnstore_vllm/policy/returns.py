@@ -42,7 +42,7 @@ from attnstore_vllm.policy.ages import (
     hazard,
     logistic,
 )
-from attnstore_vllm.policy.told import PARTS, ToldReturns, ToldSeen, fit_told
+from attnstore_vllm.policy.told import NOTHING, ROWS, Ints, ToldReturns, ToldSeen, fit_told
 
 RUNS_MAX = 65536
 """Open runs that are followed. The oldest is given up for a new one."""
@@ -107,17 +107,6 @@ _DESIGN = np.concatenate(
 """[kind, 1 + values of all factors]: which it has."""
 _CLASSES = _FACTORS[1] * 2 + _FACTORS[4]
 _NUM_CLASSES = SHAPE[1] * 2
-_PART = np.where(
-    _FACTORS[4] == 0,
-    ((_FACTORS[0] > 0) * SHAPE[1] + _FACTORS[1]) * SHAPE[5] + _FACTORS[5],
-    -1,
-)
-"""[kind] the part of a place that it is of (told.py). -1: of none, since others share it."""
-_PARTS: list[int] = _PART.tolist()
-assert max(_PARTS) == PARTS - 1
-_CLASS_OF_PART = np.arange(PARTS) // SHAPE[5] % SHAPE[1] * 2
-KIND_PRIOR = 1e-6
-"""Weight of a kind that was never seen in the mean of its part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +138,7 @@ class ReturnEstimator:
         self._num_tokens = np.zeros(RUNS_MAX, np.int32)
         self._since = np.zeros(RUNS_MAX)
         self._weight = np.zeros(RUNS_MAX)
-        self._context = np.full(RUNS_MAX, -1, np.int16)
+        self._row = np.full(RUNS_MAX, NOTHING)
         self.told = ToldReturns()
         self._is_open = np.zeros(RUNS_MAX, np.bool_)
         self.is_due = False
@@ -197,7 +186,7 @@ class ReturnEstimator:
         weight: float,
         now: float,
         num_tokens: int = 0,
-        context: int = -1,
+        context: int = NOTHING,
     ) -> int:
         """Follow a run from now on.
 
@@ -206,7 +195,7 @@ class ReturnEstimator:
             turn: of its conversation; TURNS_MAX at most. 0 for a shared run.
             weight: its chunks; slots are what is worth something, not requests.
             num_tokens: of its request's prompt.
-            context: the place of what was told of it (told.py). -1: of none.
+            context: the number of what was told of it (told.py). NOTHING: of none.
         Returns: its number. Cost: O(1).
         """
         if end in self._places:
@@ -223,7 +212,7 @@ class ReturnEstimator:
         self._num_tokens[place] = num_tokens
         self._since[place], self._weight[place] = now, weight
         self._is_open[place] = True
-        self._set_context(place, context)
+        self._row[place] = self.told.open(context, kind)
         self._places[end] = place
         self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
@@ -233,24 +222,17 @@ class ReturnEstimator:
         self._unfollowed -= 1
         return self._unfollowed
 
-    def change(self, number: int, kind: int, context: int = -1) -> None:
+    def change(self, number: int, kind: int, context: int = NOTHING) -> None:
         """An open run is of this kind and context; nothing changes for one that is not open.
         Cost: O(1)."""
         place = (number - 1) % RUNS_MAX
         if self._is_open[place] and self._number[place] == number:
             self._kind[place] = kind
-            if self._context[place] >= 0:
-                self.told.leave(int(self._context[place]))
-            self._set_context(place, context)
-
-    def _set_context(self, place: int, context: int) -> None:
-        self._context[place] = context
-        if context >= 0:
-            self.told.open(context)
+            self._row[place] = self.told.open(context, kind)
 
     def row(self, kind: int, context: int) -> int:
         """The row of such runs in `worths`: their kind's, until more was learned of the context."""
-        told = self.told.row(context, _PARTS[kind]) if context >= 0 else None
+        told = self.told.row(context, kind) if context != NOTHING else None
         return kind if told is None else NUM_KINDS + told
 
     def worth(self, kind: int, seconds: float) -> float:
@@ -270,13 +252,9 @@ class ReturnEstimator:
     def _close(self, place: int, table: Array, now: float) -> None:
         self._is_open[place] = False
         age = age_of(now - self._since[place])
-        kind, weight = int(self._kind[place]), float(self._weight[place])
-        table[kind, age] += weight
-        context = int(self._context[place])
-        if context >= 0:
-            returned = table is self._returned
-            self.told.close(context, _PARTS[kind], age, weight, returned=returned)
-            self._context[place] = -1
+        weight = float(self._weight[place])
+        table[self._kind[place], age] += weight
+        self.told.close(int(self._row[place]), age, weight, returned=table is self._returned)
 
     def refit(self, now: float) -> None:
         """Learn from what was seen since the last time. Cost: some milliseconds."""
@@ -295,7 +273,7 @@ class ReturnEstimator:
             self._departed.copy(),
             self._weight_sum / max(1, self._opened),
             self._fit,
-            self._context.copy(),
+            self._row.copy(),
             self.told.seen(),
         )
         if self._opened >= self._decay_at:
@@ -307,8 +285,8 @@ class ReturnEstimator:
 
     def learn(self, fit: Fit) -> None:
         self._fit = fit
-        if fit.serials is not None:
-            self.told.learn(fit.serials)
+        if fit.rows is not None:
+            self.told.learn(fit.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -324,8 +302,8 @@ class Fit:
     worths: Array
     """[row, age] returns a second. Of all kinds: an eviction has no time to work one out. Behind
     them those of each context, if there were any."""
-    serials: tuple[int, ...] | None = None
-    """Of the contexts at their places. None: there were none."""
+    rows: Ints | None = None
+    """[ROWS] what stands in the contexts' rows. None: there were none."""
 
 
 @cache
@@ -352,8 +330,8 @@ class Observed:
     run: float
     """The mean weight of a run: the unit."""
     before: Fit
-    context: npt.NDArray[np.int16]
-    """[place] of the open runs."""
+    row: Ints
+    """[place] of the open runs, the name of the context's row, or NOTHING."""
     told: ToldSeen | None
 
     def fit(self) -> Fit:
@@ -369,29 +347,28 @@ class Observed:
         worths = gittins(p, q, _CLASSES)
         if self.told is None:
             return Fit(p, q, coefficients, worths)
-        seen = KIND_PRIOR + (self.returned + waiting).sum(axis=1)
-        told = self._fit_told(self.told, live, seen, p, q)
-        return Fit(p, q, coefficients, np.concatenate([worths, told]), self.told.serials)
+        told = self._fit_told(self.told, live, p, q)
+        return Fit(p, q, coefficients, np.concatenate([worths, told]), self.told.names)
 
-    def _fit_told(
-        self, told: ToldSeen, live: npt.NDArray[np.intp], seen: Array, p: Array, q: Array
-    ) -> Array:
-        """[row, age] of the contexts' rows.
+    def _fit_told(self, told: ToldSeen, live: npt.NDArray[np.intp], p: Array, q: Array) -> Array:
+        """[ROWS, age] what the contexts' rows are worth; 0 where nothing stands.
 
         Args:
             live: places of open runs.
-            seen: [kind] weights of all of a kind.
         """
-        live = live[self.context[live] >= 0]
-        rows = self.context[live].astype(np.int64) * PARTS + _PART[self.kind[live]]
+        rows = self.row[live] % ROWS
+        here = (self.row[live] != NOTHING) & (told.names[rows] == self.row[live])
+        live, rows = live[here], rows[here]
         cells = rows * NUM_AGES + ages_of(self.now - self.since[live])
-        size = told.departed.size
-        counts = np.bincount(cells, self.weight[live], size).reshape(told.departed.shape)
-        own = _PART >= 0
-        of_part = np.bincount(_PART[own], seen[own], PARTS)
-        p_of_part = np.bincount(_PART[own], (seen * p)[own], PARTS) / of_part
-        waiting = told.departed + counts
-        return fit_told(told.returned / self.run, waiting / self.run, p_of_part, q[_CLASS_OF_PART])
+        counts = np.bincount(cells, self.weight[live], ROWS * NUM_AGES).reshape(ROWS, NUM_AGES)
+        used = np.flatnonzero(told.names != NOTHING)
+        kinds, worths = told.kinds[used], np.zeros((ROWS, NUM_AGES))
+        contexts = np.unique(told.contexts[used], return_inverse=True)[1]
+        gaps = contexts * _NUM_CLASSES + _CLASSES[kinds]
+        waiting = (told.departed + counts)[used] / self.run
+        returned = told.returned[used] / self.run
+        worths[used] = fit_told(returned, waiting, contexts, gaps, p[kinds], q[_CLASSES[kinds]])
+        return worths
 
 
 def _fit(

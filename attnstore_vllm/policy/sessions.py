@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from attnstore_vllm.policy.visits import Run
+from attnstore_vllm.policy.visits import LastTurn, Run
 
 SESSIONS_MAX = 4096
 """The one that was not heard of for longest is forgotten for a new one."""
@@ -26,6 +26,7 @@ ENDED_MAX = 256
 class _Session:
     runs: deque[Run] = field(default_factory=lambda: deque(maxlen=RUNS_MAX))
     children: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    num_turns: int = 0
 
 
 class SessionTable:
@@ -43,7 +44,9 @@ class SessionTable:
         Args:
             parent: the session that has begun this one, if that is told. Cost: O(1).
         """
-        self._heard_of(tenant, session).runs.append(run)
+        heard = self._heard_of(tenant, session)
+        heard.runs.append(run)
+        heard.num_turns += 1
         if parent is not None and parent != session:
             children = self._heard_of(tenant, parent).children
             children[session] = None
@@ -55,6 +58,13 @@ class SessionTable:
         """Those of its last runs. Cost: O(RUNS_MAX)."""
         found = self._sessions.get((tenant, session))
         return frozenset() if found is None else frozenset(run.number for run in found.runs)
+
+    def last_turn(self, tenant: bytes, session: str) -> LastTurn | None:
+        """None: it has left nothing that is remembered. Cost: O(1)."""
+        found = self._sessions.get((tenant, session))
+        if found is None or not found.runs:
+            return None
+        return LastTurn(found.num_turns, found.runs[-1].since)
 
     def end(self, tenant: bytes, session: str) -> list[Run]:
         """The runs of this session and of those that it has begun, which are forgotten with it; the

@@ -4,45 +4,49 @@ which tokens an answer ends. Pure: time is given.
 
 What is told with one request is its *context*: (tenant, agent, tool, ending). Models end a call of
 a tool by tokens of its own, and each tool takes its time; so a context says when the next turn
-comes. Contexts that are seen often have one of PLACES places, and at each place stands what was
-seen of runs in that context alone, by *part*: the factors of a kind that matter beside it.
+comes. Contexts that are seen often are known, PLACES at most. For each there are *rows*: what was
+seen of its runs, by their kind (returns.py).
 
-Nothing replaces the estimate that knows no context (returns.py): that one goes on learning from
-all runs, and is what a context's own is drawn to. So with few runs seen it says the same.
+Nothing replaces the estimate that knows no context: that one goes on learning from all runs, and is
+what a row's own is drawn to. So with few runs seen it says the same, and of what a kind says
+nothing is lost.
 
-Names come from clients. They are looked up within a tenant, who has TENANT_PLACES places at most: a
-client can spoil the estimates of its own tenant alone. Tenants who make up names can push others'
+Names come from clients. They are looked up within a tenant, who has TENANT_PLACES contexts at most:
+a client can spoil the estimates of its own tenant alone. Tenants who make up names can push others'
 names out, which are then estimated as if nothing were told.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from attnstore_vllm.policy.ages import NUM_AGES, Array, gittins, hazard, logistic
 
+Ints = npt.NDArray[np.int64]
+
 PLACES = 32
 TENANT_PLACES = PLACES // 2
-LATER, GAPS, ANSWERS = 2, 5, 4
-PARTS = LATER * GAPS * ANSWERS
-"""Parts of a place: whether it is a later turn, class of the gap, and length of the answer."""
-ROWS = PLACES * PARTS
-"""So many kinds more there are, each of which may have a lane in the order of departure."""
+ROWS = 1024
+CONTEXT_ROWS = ROWS // 8
+"""So many kinds more there are, and of one context. Each may have a lane in the order of departure.
+Runs that find none are estimated by their kind."""
 CANDIDATES_MAX = 512
-"""Contexts without a place that are counted. The one not seen for longest is forgotten."""
+"""Contexts that are counted and not known. The one not seen for longest is forgotten."""
 SEEN_MIN = 8
-"""A context that was seen so often may have a place ..."""
+"""A context that was seen so often may be known ..."""
 AGING = 4096
 """... and after so many were seen, all counts are halved."""
 RIDGE = 1.0
 ROUNDS = 3
 CONTEXT_RUNS = 16.0
 """Runs' worth of evidence that the estimate without contexts has in each."""
+NOTHING = -1
 
 
 class Told(NamedTuple):
@@ -57,176 +61,206 @@ _Name = tuple[Told, Hashable]
 
 
 class Contexts:
-    """Which contexts have a place. State: CANDIDATES_MAX names."""
+    """Which contexts are known, by numbers that are used once. State: CANDIDATES_MAX names."""
 
     def __init__(self) -> None:
         self._candidates: OrderedDict[_Name, int] = OrderedDict()
-        self._places: dict[_Name, int] = {}
-        self._names: list[_Name | None] = [None] * PLACES
-        self._uses = [0] * PLACES
-        self.open_runs = [0] * PLACES
-        """Runs that are followed, by the place of their context."""
-        self.serials = [0] * PLACES
-        """How often a place was given away."""
-        self._num_seen = 0
+        self._numbers: dict[_Name, int] = {}
+        self._uses: dict[int, int] = {}
+        self._tenants: Counter[bytes] = Counter()
+        self._num_seen = self._num_named = 0
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._numbers)
 
-    def place(self, told: Told, ending: Hashable = None) -> int:
-        """The place of this context, which was seen once more; -1: it has none. Cost: O(PLACES) at
-        most."""
+    @property
+    def num_candidates(self) -> int:
+        return len(self._candidates)
+
+    def number(self, told: Told, ending: Hashable = None) -> tuple[int, int]:
+        """The number of this context, which was seen once more, or NOTHING; and that of the context
+        which is not known any more, to make room for it, or NOTHING. Cost: O(PLACES) at most."""
         self._age()
         name = (told, ending)
-        place = self._places.get(name)
-        if place is not None:
-            self._uses[place] += 1
-            return place
+        number = self._numbers.get(name)
+        if number is not None:
+            self._uses[number] += 1
+            return number, NOTHING
         seen = self._candidates.pop(name, 0) + 1
-        place = self._free_place(told.tenant, seen) if seen >= SEEN_MIN else None
-        if place is None:
+        given_up = self._room(told.tenant, seen) if seen >= SEEN_MIN else None
+        if given_up is None:
             self._candidates[name] = seen
             if len(self._candidates) > CANDIDATES_MAX:
                 self._candidates.popitem(last=False)
-            return -1
-        self._places[name] = place
-        self._names[place] = name
-        self._uses[place] = seen
-        self.serials[place] += 1
-        return place
+            return NOTHING, NOTHING
+        number = self._numbers[name] = self._num_named
+        self._num_named += 1
+        self._uses[number] = seen
+        self._tenants[told.tenant] += 1
+        return number, given_up
 
     def _age(self) -> None:
         self._num_seen += 1
         if self._num_seen % AGING == 0:
-            self._uses = [uses // 2 for uses in self._uses]
-            for name in self._candidates:
-                self._candidates[name] //= 2
+            for counts in (self._uses, self._candidates):
+                for name in counts:
+                    counts[name] //= 2
 
-    def _free_place(self, tenant: bytes, seen: int) -> int | None:
-        """A place that no run is in any more, given up if need be by the context seen least: so no
-        run is ever judged by what was learned of another context."""
-        named = [p for p, of in enumerate(self._names) if of is not None]
-        own = [p for p in named if self._tenant_at(p) == tenant]
-        has_most = len(own) >= TENANT_PLACES
-        if not has_most and len(named) < PLACES:
-            empty = [p for p, of in enumerate(self._names) if of is None and not self.open_runs[p]]
-            return empty[0] if empty else None  # one comes free as its runs return
-        least = min(own if has_most else named, key=self._uses.__getitem__)
-        if self._uses[least] >= seen:
+    def _room(self, tenant: bytes, seen: int) -> int | None:
+        """Room for one more: NOTHING where there is some, else the number of the context seen
+        least, which is given up. None: all were seen as often."""
+        has_most = self._tenants[tenant] >= TENANT_PLACES
+        if not has_most and len(self._numbers) < PLACES:
+            return NOTHING
+        names = (name for name in self._numbers if name[0].tenant == tenant or not has_most)
+        least = min(names, key=lambda name: self._uses[self._numbers[name]])
+        number = self._numbers[least]
+        if self._uses[number] >= seen:
             return None
-        self._give_up(least)
-        return least if not self.open_runs[least] else None
-
-    def _tenant_at(self, place: int) -> bytes:
-        of = self._names[place]
-        return of[0].tenant if of is not None else b""
-
-    def _give_up(self, place: int) -> None:
-        of = self._names[place]
-        assert of is not None
-        del self._places[of]
-        self._names[place] = None
+        del self._numbers[least], self._uses[number]
+        self._tenants[least[0].tenant] -= 1
+        return number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToldSeen:
-    """A copy of what was seen at all places."""
+    """A copy of what was seen in all rows."""
 
     returned: Array
     departed: Array
     """[ROWS, age] weights, as in returns.Observed."""
-    serials: tuple[int, ...]
+    names: Ints
+    """[ROWS] what stands in each: NOTHING, or a name that is used once."""
+    contexts: Ints
+    kinds: Ints
+    """[ROWS] of what it is."""
 
 
 class ToldReturns:
-    """What was seen at each place. State: 1 MB."""
+    """What was seen in each context. State: 1 MB.
+
+    A row is known by a name that is used once, so that what was begun in it is not taken for that
+    of another context later.
+    """
 
     def __init__(self) -> None:
-        self.contexts = Contexts()
+        self._contexts = Contexts()
+        self._rows: dict[int, dict[int, int]] = {}  # context -> kind -> the name of a row
+        self._free = [*range(ROWS)]
+        self._num_named = 0
+        self._names = np.full(ROWS, NOTHING)
+        self._context_of, self._kind_of = np.full(ROWS, NOTHING), np.full(ROWS, NOTHING)
+        self._learned = np.full(ROWS, NOTHING)
         self._returned = np.zeros((ROWS, NUM_AGES))
         self._departed = np.zeros((ROWS, NUM_AGES))
-        self._counted = [0] * PLACES  # the serials that the tables are of
-        self._learned = [0] * PLACES  # and the fit
 
-    def open(self, place: int) -> None:
-        """A run in this context is followed."""
-        if self._counted[place] != self.contexts.serials[place]:
-            self._counted[place] = self.contexts.serials[place]
-            rows = slice(place * PARTS, (place + 1) * PARTS)
-            self._returned[rows] = self._departed[rows] = 0.0
-        self.contexts.open_runs[place] += 1
+    def __len__(self) -> int:
+        return len(self._contexts)
 
-    def leave(self, place: int) -> None:
-        """It is not, or of another context."""
-        self.contexts.open_runs[place] -= 1
+    def context(self, told: Told, ending: Hashable = None) -> int:
+        """The number of this context, which was seen once more, or NOTHING. Cost: that of
+        Contexts.number(), and CONTEXT_ROWS where another one is given up."""
+        number, given_up = self._contexts.number(told, ending)
+        for name in self._rows.pop(given_up, {}).values():
+            row = name % ROWS
+            self._names[row] = NOTHING
+            self._returned[row] = self._departed[row] = 0.0
+            self._free.append(row)
+        if number != NOTHING:
+            self._rows.setdefault(number, {})
+        return number
 
-    def close(self, place: int, part: int, age: int, weight: float, *, returned: bool) -> None:
-        """A run that was open in this context has returned, or is followed no more."""
-        table = self._returned if returned else self._departed
-        table[place * PARTS + part, age] += weight
-        self.leave(place)
+    def open(self, context: int, kind: int) -> int:
+        """The name of the row in which a run of this context and kind is followed, or NOTHING."""
+        rows = self._rows.get(context)
+        if rows is None:
+            return NOTHING
+        name = rows.get(kind)
+        if name is None:
+            if not self._free or len(rows) >= CONTEXT_ROWS:
+                return NOTHING
+            row = self._free.pop()
+            self._num_named += 1
+            name = rows[kind] = self._num_named * ROWS + row
+            self._names[row], self._context_of[row], self._kind_of[row] = name, context, kind
+        return name
 
-    def row(self, place: int, part: int) -> int | None:
+    def close(self, name: int, age: int, weight: float, *, returned: bool) -> None:
+        """A run that was followed in this row has returned, or is followed no more."""
+        row = name % ROWS
+        if name != NOTHING and self._names[row] == name:
+            table = self._returned if returned else self._departed
+            table[row, age] += weight
+
+    def row(self, context: int, kind: int) -> int | None:
         """The row of such runs in Fit's table; None: nothing was learned there yet."""
-        if place < 0 or part < 0 or self._learned[place] != self.contexts.serials[place]:
-            return None
-        return place * PARTS + part
+        name = self._rows.get(context, {}).get(kind, NOTHING)
+        row = name % ROWS
+        return row if name != NOTHING and self._learned[row] == name else None
 
     def seen(self) -> ToldSeen | None:
-        """None: no context has ever had a place."""
-        if not any(self.contexts.serials):
+        """None: no context was ever known."""
+        if not self._num_named:
             return None
-        return ToldSeen(self._returned.copy(), self._departed.copy(), tuple(self._counted))
+        return ToldSeen(
+            self._returned.copy(),
+            self._departed.copy(),
+            self._names.copy(),
+            self._context_of.copy(),
+            self._kind_of.copy(),
+        )
 
     def halve(self) -> None:
         self._returned *= 0.5
         self._departed *= 0.5
 
-    def learn(self, serials: tuple[int, ...]) -> None:
-        """A fit of this is in place."""
-        self._learned = [*serials]
+    def learn(self, names: Ints) -> None:
+        """A fit of these rows is in place."""
+        self._learned = names
 
 
-def fit_told(returned: Array, waiting: Array, p: Array, q: Array) -> Array:
-    """What runs of each place and part are worth. Pure. Cost: as the fit without contexts.
+def fit_told(
+    returned: Array, waiting: Array, contexts: Ints, gaps: Ints, p: Array, q: Array
+) -> Array:
+    """What runs of each row are worth. Pure. Cost: as the fit without contexts.
 
-    A context shifts the odds to return of all its parts together; each of them, and each of its
+    A context shifts the odds to return of all its kinds together; each of them, and each of its
     gaps, then goes its own way as far as there is evidence for it.
 
     Args:
-        returned, waiting: [ROWS, age] runs that returned at that age; that have not up to it.
-        p: [PARTS] the estimates without contexts: of a return at all,
-        q: [PARTS, age] and in this age, if not before.
-    Returns: [ROWS, age] returns a second.
+        returned, waiting: [row, age] runs that returned at that age; that have not up to it.
+        contexts, gaps: [row] its context, from 0 on; its class of gaps, in which context.
+        p: [row] the estimates without contexts: of a return at all,
+        q: [row, age] and in this age, if not before.
+    Returns: [row, age] returns a second.
     """
-    shape = PLACES, PARTS, NUM_AGES
-    returned, waiting = returned.reshape(shape), waiting.reshape(shape)
-    returned_sum, total = returned.sum(axis=2), (returned + waiting).sum(axis=2)
+    returned_sum, total = returned.sum(axis=1), (returned + waiting).sum(axis=1)
     p = np.clip(p, 1e-6, 1 - 1e-6)
     odds = np.log(p / (1 - p))
-    return_p, return_q = np.tile(p, (PLACES, 1)), np.tile(q, (PLACES, 1, 1))
-    shift = np.zeros((PLACES, 1))
-    gap_of = np.arange(PARTS) // ANSWERS % GAPS
+    shift = np.zeros(contexts.max() + 1)
+    groups = np.unique(gaps, return_inverse=True)[1]
+    prior = np.zeros((groups.max() + 1, NUM_AGES))
+    prior[groups] = q
+    return_p, return_q = p, q
     for _ in range(ROUNDS):
-        after = np.cumprod(1 - return_q, axis=2)
-        before = np.concatenate([np.ones((*after.shape[:2], 1)), after[..., :-1]], axis=2)
-        left = return_p[..., None] * (after + before) / 2
-        will_return = waiting * left / (1 - return_p[..., None] + left)
-        positive = returned_sum + will_return.sum(axis=2)
+        after = np.cumprod(1 - return_q, axis=1)
+        before = np.concatenate([np.ones((len(after), 1)), after[:, :-1]], axis=1)
+        left = return_p[:, None] * (after + before) / 2
+        will_return = waiting * left / (1 - return_p[:, None] + left)
+        positive = returned_sum + will_return.sum(axis=1)
         for _ in range(2):  # Newton's method
-            mean = logistic(odds + shift)
-            slope = (positive - total * mean).sum(axis=1, keepdims=True) - RIDGE * shift
-            curvature = (total * mean * (1 - mean)).sum(axis=1, keepdims=True) + RIDGE
+            mean = logistic(odds + shift[contexts])
+            slope = _sums(positive - total * mean, contexts) - RIDGE * shift
+            curvature = _sums(total * mean * (1 - mean), contexts) + RIDGE
             shift = shift + np.clip(slope / curvature, -1, 1)
-        shifted = logistic(odds + shift)
+        shifted = logistic(odds + shift[contexts])
         return_p = (positive + CONTEXT_RUNS * shifted) / (total + CONTEXT_RUNS)
-        seen = _by_gap(returned), _by_gap(will_return)
-        prior = q[: GAPS * ANSWERS : ANSWERS]
-        return_q = np.clip(hazard(*seen, prior, CONTEXT_RUNS), 1e-6, 0.999)[:, gap_of]
-    return gittins(return_p.reshape(ROWS), return_q.reshape(ROWS, NUM_AGES))
+        seen = np.zeros((2, *prior.shape))
+        np.add.at(seen[0], groups, returned)
+        np.add.at(seen[1], groups, will_return)
+        return_q = np.clip(hazard(*seen, prior, CONTEXT_RUNS), 1e-6, 0.999)[groups]
+    return gittins(return_p, return_q)
 
 
-def _by_gap(counts: Array) -> Array:
-    """[place, gap, age] of [place, part, age]."""
-    parts = counts.reshape(PLACES, LATER, GAPS, ANSWERS, NUM_AGES)
-    return np.asarray(parts.sum(axis=(1, 3)))
+def _sums(values: Array, contexts: Ints) -> Array:
+    return np.bincount(contexts, values, contexts.max() + 1)

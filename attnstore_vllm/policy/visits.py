@@ -26,7 +26,15 @@ from attnstore_vllm.policy.returns import (
     answered,
     kind_of,
 )
-from attnstore_vllm.policy.told import Told
+from attnstore_vllm.policy.told import NOTHING, Told
+
+
+class LastTurn(NamedTuple):
+    """The last turn of a session that has a name."""
+
+    number: int
+    since: float
+    """When its request came."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,8 @@ class Terms:
     session: frozenset[int] | None = None
     """The numbers of the last runs of its session, if that has a name, by which all that it has
     left can end later."""
+    last_turn: LastTurn | None = None
+    """That of its session, if that has a name and was heard of before."""
     told: Told | None = None
     """What its client tells of when the next turn comes."""
 
@@ -135,8 +145,8 @@ class Run:
     """It ends once all of these have. None: nothing was made of it yet."""
     told: Told | None = None
     """What the client has told of it. Nothing of what others share."""
-    context: int = -1
-    """The place of that, as the estimator has it. Changed by answer() alone."""
+    context: int = NOTHING
+    """The number of that, as the estimator has it. Changed by answer() alone."""
     used_at: float = field(init=False)
     """When a request used it, or saved chunks for it, last."""
 
@@ -325,8 +335,7 @@ def visit_of(
     own_numbers = _own_numbers(before, alike, terms, last_runs)
     num_shared = _num_shared(last_runs, own_numbers)
     known = max(before.depth if before is not None else 0, len(last_runs), num_known)
-    turn = min(before.turn + 1, TURNS_MAX) if before is not None else 1
-    gap_s = now - before.since if before is not None else None
+    turn, gap_s = _rhythm(before, terms.last_turn, now)
     is_fresh = 2 * (len(marks) - known) > len(marks)
 
     ttls = [ttl for ttl in (ttl_s, terms.ttl_s) if ttl is not None]
@@ -338,7 +347,7 @@ def visit_of(
         kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
         number = 0 if is_shared or stop > start else estimator.unfollowed()
         told = None if is_shared else terms.told
-        context = estimator.told.contexts.place(told) if told is not None else -1
+        context = estimator.told.context(told) if told is not None else NOTHING
         if stop > start:
             follows = 0 if is_shared else turn
             mark = marks[stop - 1]
@@ -430,6 +439,18 @@ def _cut_by_lots(
             stop, lease = next(ends)
         found.append((cut, lease and replace(lease)))
     return [*found, (stop, lease), *ends]
+
+
+def _rhythm(
+    before: Before | None, last_turn: LastTurn | None, now: float
+) -> tuple[int, float | None]:
+    """Which turn of its conversation a request is, TURNS_MAX at most, and how long it was away. A
+    session's name says it where an edited prompt does not go on from the one before it."""
+    if last_turn is not None and (before is None or not before.turn):
+        return min(last_turn.number + 1, TURNS_MAX), now - last_turn.since
+    if before is None:
+        return 1, None
+    return min(before.turn + 1, TURNS_MAX), now - before.since
 
 
 def _own_numbers(
@@ -542,8 +563,8 @@ def answer(
         return
     run.kind = answered(run.kind, num_tokens)
     if run.told is not None and ending is not None:
-        context = estimator.told.contexts.place(run.told, ending)
-        run.context = context if context >= 0 else run.context
+        context = estimator.told.context(run.told, ending)
+        run.context = context if context != NOTHING else run.context
     estimator.change(run.number, run.kind, run.context)
 
 

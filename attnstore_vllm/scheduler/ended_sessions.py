@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions that clients name: what one has left leaves first, once a request says it is over."""
+"""Sessions that clients name: how they come back, and what one has left leaves first, once a
+request says it is over."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ class Sessions:
         session, terms = state.hints.session, state.terms
         if session is None:
             return terms
-        return replace(terms, session=self.table.numbers(state.tenant, session))
+        named = state.tenant, session
+        return replace(
+            terms, session=self.table.numbers(*named), last_turn=self.table.last_turn(*named)
+        )
 
     def finished(self, store: Store, state: RequestState) -> None:
         """A request has ended: tell the store, also of what its session has left if that is over.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnstore_vllm.hint_sources import ACTIONS_MAX, LOOKED_AT_MAX, read
-from attnstore_vllm.hints import ID_MAX, KEYS, NO_HINTS, HintReader, Hints
+from attnstore_vllm.hints import ID_MAX, KEYS, NAMES, NO_HINTS, HintReader, Hints
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.visits import Terms
 
@@ -121,6 +121,8 @@ GOOD: dict[str, tuple[Any, Hints]] = {
     "pin": (True, Hints(terms=Terms(pin_s=3600.0), applied=1)),
     "session": ("a", Hints(session="a", applied=1)),
     "parent": ("b", Hints(parent="b", applied=1)),
+    "tool": ("bash", Hints(tool="bash", applied=1)),
+    "agent": ("explorer", Hints(agent="explorer", applied=1)),
 }
 """Of each key a hint, and what it means."""
 
@@ -129,7 +131,7 @@ GOOD: dict[str, tuple[Any, Hints]] = {
 @pytest.mark.parametrize("key", KEYS)
 def test_what_makes_no_sense_hides_no_other_sources_hint(key: str, bad: Any) -> None:
     """In our own section, in vLLM's envelope, and in an action before another."""
-    if key in ("session", "parent") and isinstance(bad, str):
+    if key in NAMES and isinstance(bad, str):
         return
     good, expected = GOOD[key]
     ours, theirs = action({key: bad}), action({key: good})

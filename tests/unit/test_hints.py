@@ -141,3 +141,19 @@ def test_no_request_body_can_be_an_order() -> None:
     for forged in ("\u0000\u0000\u0000\u0001", [0, 0, 0, 1], {"0": 1}):
         assert prefetch_order({"attnstore": {"prefetch": forged}}) is None
         assert read({"prefetch": forged}) == Hints(ignored=1)
+
+
+@pytest.mark.parametrize("value", ["", "x" * 65, 1, True, ["bash"], {"name": "bash"}, None, b"a"])
+@pytest.mark.parametrize("key", ["tool", "agent"])
+def test_a_name_that_makes_no_sense_is_ignored_and_counted(key: str, value: object) -> None:
+    found = read({key: value})
+    assert found == Hints(ignored=1)
+    assert found.terms_of(b"tenant") == Terms()
+
+
+def test_names_are_of_their_tenant() -> None:
+    found = read({"tool": "bash", "agent": "x" * 64})
+    assert found == Hints(tool="bash", agent="x" * 64, applied=2)
+    assert found.terms_of(b"a") != found.terms_of(b"b")
+    assert found.terms_of(b"a").told == (b"a", "x" * 64, "bash")
+    assert read({"ttl": 60}).terms_of(b"a").told is None
