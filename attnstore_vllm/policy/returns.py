@@ -186,7 +186,6 @@ class ReturnEstimator:
         weight: float,
         now: float,
         num_tokens: int = 0,
-        context: int = NOTHING,
     ) -> int:
         """Follow a run from now on.
 
@@ -195,7 +194,6 @@ class ReturnEstimator:
             turn: of its conversation; TURNS_MAX at most. 0 for a shared run.
             weight: its chunks; slots are what is worth something, not requests.
             num_tokens: of its request's prompt.
-            context: the number of what was told of it (told.py). NOTHING: of none.
         Returns: its number. Cost: O(1).
         """
         if end in self._places:
@@ -212,7 +210,7 @@ class ReturnEstimator:
         self._num_tokens[place] = num_tokens
         self._since[place], self._weight[place] = now, weight
         self._is_open[place] = True
-        self._row[place] = self.told.open(context, kind)
+        self._row[place] = NOTHING
         self._places[end] = place
         self.is_due |= self._opened % REFIT_RUNS == 0 or self._opened in FIRST_REFITS
         return self._opened
@@ -223,8 +221,11 @@ class ReturnEstimator:
         return self._unfollowed
 
     def change(self, number: int, kind: int, context: int = NOTHING) -> None:
-        """An open run is of this kind and context; nothing changes for one that is not open.
-        Cost: O(1)."""
+        """An open run is of this kind; nothing changes for one that is not open. Cost: O(1).
+
+        Args:
+            context: the number of what was told of it (told.py). NOTHING: of none.
+        """
         place = (number - 1) % RUNS_MAX
         if self._is_open[place] and self._number[place] == number:
             self._kind[place] = kind

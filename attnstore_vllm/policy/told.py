@@ -32,10 +32,10 @@ Ints = npt.NDArray[np.int64]
 
 PLACES = 32
 TENANT_PLACES = PLACES // 2
-ROWS = 1024
-CONTEXT_ROWS = ROWS // 8
-"""So many kinds more there are, and of one context. Each may have a lane in the order of departure.
-Runs that find none are estimated by their kind."""
+CONTEXT_ROWS = 64
+ROWS = PLACES * CONTEXT_ROWS
+"""So many kinds more there are. Each may have a lane in the order of departure. Runs that find no
+row are estimated by their kind."""
 CANDIDATES_MAX = 512
 """Contexts that are counted and not known. The one not seen for longest is forgotten."""
 SEEN_MIN = 8
@@ -137,7 +137,7 @@ class ToldSeen:
 
 
 class ToldReturns:
-    """What was seen in each context. State: 1 MB.
+    """What was seen in each context. State: 1.5 MB.
 
     A row is known by a name that is used once, so that what was begun in it is not taken for that
     of another context later.
@@ -177,7 +177,7 @@ class ToldReturns:
             return NOTHING
         name = rows.get(kind)
         if name is None:
-            if not self._free or len(rows) >= CONTEXT_ROWS:
+            if len(rows) >= CONTEXT_ROWS:
                 return NOTHING
             row = self._free.pop()
             self._num_named += 1

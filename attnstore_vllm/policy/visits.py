@@ -26,7 +26,7 @@ from attnstore_vllm.policy.returns import (
     answered,
     kind_of,
 )
-from attnstore_vllm.policy.told import NOTHING, Told
+from attnstore_vllm.policy.told import NOTHING, Told, ToldReturns
 
 
 class LastTurn(NamedTuple):
@@ -347,20 +347,17 @@ def visit_of(
         kind = kind_of(turn, gap_s, num_tokens, is_fresh=is_fresh, is_shared=is_shared)
         number = 0 if is_shared or stop > start else estimator.unfollowed()
         told = None if is_shared else terms.told
-        context = estimator.told.context(told) if told is not None else NOTHING
         if stop > start:
             follows = 0 if is_shared else turn
             mark = marks[stop - 1]
-            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens, context)
+            number = estimator.open(mark, kind, follows, stop - start, now, num_tokens)
         priority = max(Priority.NORMAL, terms.priority) if is_shared else terms.priority
         lots: tuple[Lot, ...] = () if is_shared else (lot,)
         if is_shared and stop > start:
             lasts = [last or NO_RUN for last in last_runs[start:stop]]
             lots = lots_of(lasts, lot)
             priority = max(priority, *(last.priority for last in lasts))
-        return Run(
-            number, kind, now, is_shared, priority, lease, lots=lots, told=told, context=context
-        )
+        return Run(number, kind, now, is_shared, priority, lease, lots=lots, told=told)
 
     parts, start = list[tuple[int, Run]](), 0
     num_told = len(marks) if terms.session is not None else 0
@@ -562,10 +559,16 @@ def answer(
     if run.is_shared:
         return
     run.kind = answered(run.kind, num_tokens)
-    if run.told is not None and ending is not None:
-        context = estimator.told.context(run.told, ending)
-        run.context = context if context != NOTHING else run.context
+    if run.told is not None:
+        run.context = _context(run.told, ending, estimator.told)
     estimator.change(run.number, run.kind, run.context)
+
+
+def _context(told: Told, ending: Hashable, returns: ToldReturns) -> int:
+    """That of this ending, or else that of all which are not known."""
+    others = returns.context(told)
+    context = returns.context(told, ending) if ending is not None else NOTHING
+    return context if context != NOTHING else others
 
 
 def end(runs: Iterable[Run]) -> Iterator[Run]:

@@ -11,7 +11,8 @@ from attnstore_vllm.policy.ages import age_of
 from attnstore_vllm.policy.returns import NUM_KINDS, ReturnEstimator, kind_of
 from attnstore_vllm.policy.told import (
     CANDIDATES_MAX,
-    PARTS,
+    CONTEXT_ROWS,
+    NOTHING,
     PLACES,
     ROWS,
     SEEN_MIN,
@@ -22,6 +23,7 @@ from attnstore_vllm.policy.told import (
 from attnstore_vllm.policy.visits import NO_TERMS, Run, Terms, answer, visit_of
 
 KIND = kind_of(2, 30.0, 1000, is_fresh=False, is_shared=False)
+FIRST = kind_of(1, None, 1000, is_fresh=True, is_shared=False)
 SHARED = kind_of(2, 30.0, 1000, is_fresh=False, is_shared=True)
 QUICK, SLOW = Told(b"a", "coder", "read_file"), Told(b"a", "coder", "build")
 
@@ -41,8 +43,9 @@ def drive(tools: dict[Told | None, tuple[float, float]], number: int = 600) -> R
         if returns:
             estimator.arrive([end], now)
         else:
-            place = estimator.told.contexts.place(told) if told is not None else -1
-            estimator.open(end, KIND, 2, 4.0, now, context=place)
+            context = estimator.told.context(told) if told is not None else NOTHING
+            run = estimator.open(end, KIND, 2, 4.0, now)
+            estimator.change(run, KIND, context)
         if estimator.is_due:
             estimator.refit(now)
     estimator.refit(3.0 * number)
@@ -50,8 +53,8 @@ def drive(tools: dict[Told | None, tuple[float, float]], number: int = 600) -> R
 
 
 def worth(estimator: ReturnEstimator, told: Told, seconds: float) -> float:
-    place = estimator.told.contexts.place(told)
-    row = estimator.row(KIND, place)
+    context = estimator.told.context(told)
+    row = estimator.row(KIND, context)
     assert row >= NUM_KINDS, "nothing was learned of it"
     return float(estimator.worths[row, age_of(seconds)])
 
@@ -70,10 +73,10 @@ def test_what_returns_seldom_is_worth_less() -> None:
 def test_few_runs_say_what_is_said_without_them() -> None:
     estimator = drive({None: (0.5, 60.0)})
     for _ in range(SEEN_MIN):
-        place = estimator.told.contexts.place(QUICK)
-    estimator.open(10**9, KIND, 2, 4.0, 5000.0, context=place)
+        context = estimator.told.context(QUICK)
+    estimator.change(estimator.open(10**9, KIND, 2, 4.0, 5000.0), KIND, context)
     estimator.refit(5000.0)
-    row = estimator.row(KIND, place)
+    row = estimator.row(KIND, context)
     assert row >= NUM_KINDS
     for age in range(10):
         assert estimator.worths[row, age] == pytest.approx(estimator.worths[KIND, age], rel=0.1)
@@ -82,17 +85,17 @@ def test_few_runs_say_what_is_said_without_them() -> None:
 def test_before_anything_was_learned_of_a_context_nothing_changes() -> None:
     estimator = ReturnEstimator()
     for _ in range(SEEN_MIN):
-        place = estimator.told.contexts.place(QUICK)
-    assert place >= 0
-    assert estimator.row(KIND, place) == KIND
-    assert estimator.row(KIND, -1) == KIND
+        context = estimator.told.context(QUICK)
+    assert context >= 0
+    assert estimator.row(KIND, context) == KIND
+    assert estimator.row(KIND, NOTHING) == KIND
 
 
 def test_what_others_share_is_of_no_context() -> None:
     estimator = drive({QUICK: (0.9, 60.0)}, number=300)
-    place = estimator.told.contexts.place(QUICK)
-    assert estimator.row(SHARED, place) == SHARED
-    assert NUM_KINDS <= estimator.row(KIND, place) < NUM_KINDS + ROWS
+    context = estimator.told.context(QUICK)
+    assert estimator.row(SHARED, context) == SHARED
+    assert NUM_KINDS <= estimator.row(KIND, context) < NUM_KINDS + ROWS
 
 
 def test_the_estimate_without_contexts_learns_the_same_from_all() -> None:
@@ -105,52 +108,80 @@ def test_no_client_makes_it_grow() -> None:
     contexts = Contexts()
     for n in range(4 * CANDIDATES_MAX):
         for _ in range(SEEN_MIN):
-            place = contexts.place(Told(b"%d" % (n % 3), str(n), "x" * 64))
-            assert -1 <= place < PLACES
+            contexts.number(Told(b"%d" % (n % 3), str(n), "x" * 64))
     assert len(contexts) <= PLACES
     assert contexts.num_candidates <= CANDIDATES_MAX
 
 
-def test_one_tenant_leaves_places_to_others() -> None:
+def test_no_client_gets_more_rows_than_there_are() -> None:
+    estimator = ReturnEstimator()
+    told = estimator.told
+    for n in range(2 * PLACES):
+        for _ in range(SEEN_MIN + n):
+            context = told.context(Told(b"%d" % (n % 3), str(n)))
+        names = [told.open(context, kind) for kind in range(NUM_KINDS)]
+        assert sum(name != NOTHING for name in names) == CONTEXT_ROWS
+    seen = told.seen()
+    assert seen is not None
+    assert (seen.names != NOTHING).sum() == ROWS
+
+
+def test_one_tenant_leaves_contexts_to_others() -> None:
     contexts = Contexts()
     for n in range(10 * PLACES):
         for _ in range(SEEN_MIN + n):
-            contexts.place(Told(b"greedy", str(n)))
+            contexts.number(Told(b"greedy", str(n)))
     assert len(contexts) == TENANT_PLACES
-    places = {contexts.place(Told(b"other", "agent")) for _ in range(SEEN_MIN + 1)}
-    assert max(places) >= 0
+    numbers = {contexts.number(Told(b"other", "agent"))[0] for _ in range(SEEN_MIN + 1)}
+    assert max(numbers) >= 0
+    assert len(contexts) == TENANT_PLACES + 1
 
 
 def test_tenants_have_contexts_of_their_own() -> None:
     contexts = Contexts()
     for _ in range(SEEN_MIN):
-        one, other = contexts.place(Told(b"a", "x", "y")), contexts.place(Told(b"b", "x", "y"))
-    assert one >= 0
-    assert other >= 0
+        one, _ = contexts.number(Told(b"a", "x", "y"))
+        other, _ = contexts.number(Told(b"b", "x", "y"))
+    assert NOTHING not in (one, other)
     assert one != other
 
 
-def test_a_place_with_open_runs_is_given_to_no_other_context() -> None:
-    contexts = Contexts()
-    for n in range(TENANT_PLACES):
-        for _ in range(SEEN_MIN):
-            place = contexts.place(Told(b"a", str(n)))
-        contexts.open_runs[place] = 1
-    for _ in range(10 * SEEN_MIN):
-        assert contexts.place(Told(b"a", "new")) not in range(TENANT_PLACES)
-
-
-def test_a_place_that_is_given_away_forgets_what_it_has_learned() -> None:
+def test_no_run_counts_for_a_context_that_came_later() -> None:
+    """A run is open when its context is given up. The one that has its row then learns nothing of
+    it, and nothing is known of that one yet."""
     estimator = drive({QUICK: (0.9, 60.0)}, number=300)
-    contexts = estimator.told.contexts
-    place = contexts.place(QUICK)
-    assert estimator.row(KIND, place) >= NUM_KINDS
-    contexts.serials[place] += 1
-    assert estimator.row(KIND, place) == KIND
-    estimator.told.open(place)
-    seen = estimator.told.seen()
+    told, before = estimator.told, estimator.told.context(QUICK)
+    estimator.change(estimator.open(10**9, KIND, 2, 4.0, 1000.0), KIND, before)
+    for n in range(TENANT_PLACES):
+        for _ in range(400):
+            context = told.context(Told(b"a", str(n)))
+        told.open(context, KIND)
+    assert estimator.row(KIND, before) == KIND
+    taken = [context for context in range(before + 1, context + 1)]
+    estimator.arrive([10**9], 1001.0)
+    seen = told.seen()
     assert seen is not None
-    assert not seen.returned[place * PARTS : (place + 1) * PARTS].any()
+    assert not seen.returned.any()
+    assert {estimator.row(KIND, context) for context in taken} == {KIND}
+    assert not (estimator.seen(1001.0).row == NOTHING).all()
+
+
+def test_within_a_context_kinds_are_told_apart() -> None:
+    """What a kind says is not lost where something is told: a first turn returns seldom here."""
+    estimator, random = ReturnEstimator(), Random(1)
+    for n in range(1200):
+        now, is_later = 3.0 * n, n % 2 == 1
+        kind = KIND if is_later else FIRST
+        run = estimator.open(n + 1, kind, 1, 4.0, now)
+        estimator.change(run, kind, estimator.told.context(QUICK))
+        if random.random() < (0.9 if is_later else 0.1):
+            estimator.arrive([n + 1], now + 2.0)
+        if estimator.is_due:
+            estimator.refit(now)
+    context = estimator.told.context(QUICK)
+    later, first = (estimator.row(kind, context) for kind in (KIND, FIRST))
+    assert min(later, first) >= NUM_KINDS
+    assert estimator.worths[later, 0] > 3 * estimator.worths[first, 0]
 
 
 def test_a_call_of_a_tool_is_told_by_how_the_answer_ends() -> None:
@@ -170,16 +201,5 @@ def test_without_a_hint_no_ending_is_read() -> None:
     for n in range(4 * SEEN_MIN):
         visit = visit_of(estimator, [], [n + 1], 100, float(n), NO_TERMS)
         answer(visit.own, 10, estimator, float(n), (7, 8))
-        assert visit.own.context == -1
-    assert len(estimator.told.contexts) == 0
-
-
-def test_open_runs_are_counted_to_the_end() -> None:
-    estimator = drive({QUICK: (1.0, 6.0), SLOW: (0.5, 60.0)}, number=200)
-    contexts = estimator.told.contexts
-    open_in = estimator.seen(600.0).context
-    counted = [(open_in == place).sum() for place in range(PLACES)]
-    assert contexts.open_runs == counted
-    for mark in range(1, 401):
-        estimator.arrive([mark], 10_000.0)
-    assert contexts.open_runs == [0] * PLACES
+        assert visit.own.context == NOTHING
+    assert len(estimator.told) == 0
