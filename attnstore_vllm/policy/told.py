@@ -102,9 +102,9 @@ class Contexts:
     def _age(self) -> None:
         self._num_seen += 1
         if self._num_seen % AGING == 0:
-            for counts in (self._uses, self._candidates):
-                for name in counts:
-                    counts[name] //= 2
+            self._uses = {number: uses // 2 for number, uses in self._uses.items()}
+            for name in self._candidates:
+                self._candidates[name] //= 2
 
     def _room(self, tenant: bytes, seen: int) -> int | None:
         """Room for one more: NOTHING where there is some, else the number of the context seen
@@ -255,12 +255,13 @@ def fit_told(
             shift = shift + np.clip(slope / curvature, -1, 1)
         shifted = logistic(odds + shift[contexts])
         return_p = (positive + CONTEXT_RUNS * shifted) / (total + CONTEXT_RUNS)
-        seen = np.zeros((2, *prior.shape))
-        np.add.at(seen[0], groups, returned)
-        np.add.at(seen[1], groups, will_return)
-        return_q = np.clip(hazard(*seen, prior, CONTEXT_RUNS), 1e-6, 0.999)[groups]
+        by_group = np.zeros((2, *prior.shape))
+        np.add.at(by_group[0], groups, returned)
+        np.add.at(by_group[1], groups, will_return)
+        own = hazard(by_group[0], by_group[1], prior, CONTEXT_RUNS)
+        return_q = np.clip(own, 1e-6, 0.999)[groups]
     return gittins(return_p, return_q)
 
 
 def _sums(values: Array, contexts: Ints) -> Array:
-    return np.bincount(contexts, values, contexts.max() + 1)
+    return np.asarray(np.bincount(contexts, values, contexts.max() + 1), np.float64)

@@ -10,11 +10,10 @@ from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.sessions import SessionTable
 from attnstore_vllm.policy.visits import Terms
 from attnstore_vllm.scheduler.request import RequestState
-from attnstore_vllm.scheduler.vllm_types import Request
 from attnstore_vllm.store.store import Store
 
 ENDING = 2
-"""Tokens of an answer's end."""
+"""Tokens of an answer's end: the last one alone ends all answers of many models."""
 
 
 class Sessions:
@@ -45,11 +44,6 @@ class Sessions:
                 ended = self.table.end(state.tenant, hints.session)
             elif state.visit is not None or state.computing.scheduled_stop:  # else it left nothing
                 self.table.note(state.tenant, hints.session, run, hints.parent)
-        store.answered(run, *_answer(request), ended)
-
-
-def _answer(request: Request) -> tuple[int, tuple[int, ...] | None]:
-    """How many tokens it was answered with, and the last of them: two, since the last one alone
-    ends all answers of many models. None: it was answered with fewer."""
-    said = request.num_tokens - request.num_prompt_tokens
-    return said, tuple(request.all_token_ids[-ENDING:]) if said >= ENDING else None
+        said = request.num_tokens - request.num_prompt_tokens
+        ending = tuple(request.all_token_ids[-ENDING:]) if said >= ENDING else None
+        store.answered(run, said, ended, ending)

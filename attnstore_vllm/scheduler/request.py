@@ -26,7 +26,7 @@ from attnstore_vllm.index.keys import (
 from attnstore_vllm.index.prefix import Piece
 from attnstore_vllm.index.sections import Need
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.visits import Run, Visit
+from attnstore_vllm.policy.visits import Run, Terms, Visit
 from attnstore_vllm.scheduler.adapters import Asked
 from attnstore_vllm.scheduler.media import ALL_TOKENS, MediaNames, RequestMedia
 from attnstore_vllm.scheduler.vllm_types import Request

@@ -237,7 +237,7 @@ class Store:
             return replace(run, is_shared=True, is_known=True, priority=terms.priority)
 
     def answered(
-        self, run: Run, num_tokens: int, ending: Hashable = None, over: Iterable[Run] = ()
+        self, run: Run, num_tokens: int, over: Iterable[Run] = (), ending: Hashable = None
     ) -> None:
         """The request whose own run this is has ended, with so many tokens of its own, `ending` the
         last of them. The conversations of the runs `over` have too: these leave first."""

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from random import Random
 
 import numpy as np
 
@@ -89,6 +91,37 @@ def test_the_server_hears_the_hints() -> None:
     with_none = counted(with_hints(trace, ARMS["none"]), "attnstore", 8)
     ended = counted(with_hints(trace, ARMS["ended"]), "attnstore", 8)
     assert with_none.came_back > ended.came_back == 0
+
+
+def agents(num_sessions: int, *, quick_s: float, slow_s: float) -> Trace:
+    """Coders of ten turns, whose tools are quick or slow, and askers of one. Which it will be shows
+    in nothing but what they tell."""
+    random, asked, start, new = Random(1), list[TraceRequest](), 0.0, itertools.count()
+    for session in range(num_sessions):
+        start += random.expovariate(0.05)
+        time_s, chunks, is_coder = start, list[int](), random.random() < 0.5
+        for turn in range(10 if is_coder else 1):
+            chunks += itertools.islice(new, 4 if turn else 8)
+            tool = "build" if random.random() < 0.3 else "read"
+            told = {"session": str(session), "agent": "coder" if is_coder else "asker"}
+            known = len(chunks) * SIZE
+            asked.append(
+                TraceRequest(
+                    time_s, np.array(chunks, np.int64), known, 1, known, told={**told, "tool": tool}
+                )
+            )
+            time_s += random.uniform(0.7, 1.3) * (slow_s if tool == "build" else quick_s)
+    return make_trace("made", SIZE, sorted(asked, key=lambda request: request.arrival_s))
+
+
+def test_tools_of_known_length_are_waited_for() -> None:
+    trace = agents(150, quick_s=4.0, slow_s=600.0)
+    slots = trace.num_chunks // 4
+    none, told = (
+        counted(with_hints(trace, ARMS[arm]), "attnstore", slots)
+        for arm in ("none", "session, tool")
+    )
+    assert 0 < told.came_back < 0.7 * none.came_back
 
 
 def test_what_a_recorded_session_tells(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 
 from attnstore_vllm.policy import sessions
-from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.returns import ReturnEstimator, kind_of
 from attnstore_vllm.policy.sessions import CHILDREN_MAX, ENDED_MAX, RUNS_MAX, SessionTable
-from attnstore_vllm.policy.visits import Run, unknown_run, visit_of
+from attnstore_vllm.policy.visits import Run, Terms, unknown_run, visit_of
 
 
 def runs(count: int) -> list[Run]:
@@ -79,3 +79,37 @@ def test_no_client_makes_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         for m in range(RUNS_MAX):
             table.note(b"t", f"d{n}", unknown_run(float(m)), f"d{n - 1}")
     assert len(table.end(b"t", "d-1")) == ENDED_MAX
+
+
+def test_the_last_turn_is_told_until_it_ends() -> None:
+    table = SessionTable()
+    assert table.last_turn(b"t", "s") is None
+    for number, since in ((1, 5.0), (2, 65.0)):
+        table.note(b"t", "s", unknown_run(since))
+        assert table.last_turn(b"t", "s") == (number, since)
+    assert table.last_turn(b"u", "s") is None
+    table.note(b"t", "child", unknown_run(70.0), parent="s")
+    assert table.last_turn(b"t", "s") == (2, 65.0)
+    table.end(b"t", "s")
+    assert table.last_turn(b"t", "s") is None
+
+
+def test_a_parent_that_has_asked_nothing_has_no_turn() -> None:
+    table = SessionTable()
+    table.note(b"t", "child", unknown_run(70.0), parent="s")
+    assert table.last_turn(b"t", "s") is None
+
+
+@pytest.mark.parametrize("is_edited", [False, True])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_sessions_name_says_how_long_it_was_away(is_named: bool, is_edited: bool) -> None:
+    """Also where its prompt was edited, so that it does not go on from the one before it."""
+    estimator, table = ReturnEstimator(), SessionTable()
+    for number, now in enumerate((0.0, 100.0, 200.0)):
+        first = 10 * number if is_edited else 0
+        last = table.last_turn(b"t", "s") if is_named else None
+        marks = [*range(first + 1, first + 2 + number)]
+        visit = visit_of(estimator, [], marks, 1000, now, Terms(last_turn=last))
+        table.note(b"t", "s", visit.own)
+    turn, gap_s = (3, 100.0) if is_named or not is_edited else (1, None)
+    assert visit.own.kind == kind_of(turn, gap_s, 1000, is_fresh=is_edited, is_shared=False)

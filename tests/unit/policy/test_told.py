@@ -157,7 +157,7 @@ def test_no_run_counts_for_a_context_that_came_later() -> None:
             context = told.context(Told(b"a", str(n)))
         told.open(context, KIND)
     assert estimator.row(KIND, before) == KIND
-    taken = [context for context in range(before + 1, context + 1)]
+    taken = range(before + 1, context + 1)
     estimator.arrive([10**9], 1001.0)
     seen = told.seen()
     assert seen is not None
