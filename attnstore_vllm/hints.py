@@ -70,7 +70,7 @@ class Hints:
     """When the next turn comes is learned by these (policy/told.py)."""
 
     def terms_of(self, tenant: bytes) -> Terms:
-        """What a request of this tenant asks for its KV."""
+        """The terms of a request of this tenant."""
         if self.session is None and self.tool is None and self.agent is None:
             return self.terms
         return replace(self.terms, told=Told(tenant, self.agent, self.tool))

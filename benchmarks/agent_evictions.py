@@ -12,11 +12,11 @@ there was no room to save it. Those that were evicted are counted apart, too.
     none             the store, and no hint
     session, tool    `session`, `parent` of agents that others have begun, `agent` and `tool`
     ended            `session`, and `ended: true` with the last request of each session
+    all              all of these
     oracle           Belady: the future is known. No policy evicts less of what comes back
 
-The store knows no hint of tools and kinds of agents, and passes over them. The recorded sessions
-name no tools: `tool` says whether one has answered. Their words are not recorded, so how an answer
-ends cannot be read.
+The recorded sessions name no tools: `tool` says whether one has answered. Their words are not
+recorded, so how an answer ends cannot be read.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ ARMS: Final[dict[str, tuple[str, ...]]] = {
     "none": (),
     "session, tool": ("session", "parent", "tool", "agent"),
     "ended": ("session", "parent", "ended"),
+    "all": ("session", "parent", "tool", "agent", "ended"),
     ORACLE: (),
 }
 """Which hints are told in each."""

@@ -42,7 +42,7 @@ from attnstore_vllm.policy.ages import (
     hazard,
     logistic,
 )
-from attnstore_vllm.policy.told import NOTHING, ROWS, Ints, ToldReturns, ToldSeen, fit_told
+from attnstore_vllm.policy.told import NOTHING, Ints, ToldReturns, ToldSeen
 
 RUNS_MAX = 65536
 """Open runs that are followed. The oldest is given up for a new one."""
@@ -348,28 +348,11 @@ class Observed:
         worths = gittins(p, q, _CLASSES)
         if self.told is None:
             return Fit(p, q, coefficients, worths)
-        told = self._fit_told(self.told, live, p, q)
+        ages, classes = ages_of(self.now - self.since[live]), _CLASSES[self.told.kinds]
+        told = self.told.worths(
+            self.row[live], ages, self.weight[live], self.run, p[self.told.kinds], q, classes
+        )
         return Fit(p, q, coefficients, np.concatenate([worths, told]), self.told.names)
-
-    def _fit_told(self, told: ToldSeen, live: npt.NDArray[np.intp], p: Array, q: Array) -> Array:
-        """[ROWS, age] what the contexts' rows are worth; 0 where nothing stands.
-
-        Args:
-            live: places of open runs.
-        """
-        rows = self.row[live] % ROWS
-        here = (self.row[live] != NOTHING) & (told.names[rows] == self.row[live])
-        live, rows = live[here], rows[here]
-        cells = rows * NUM_AGES + ages_of(self.now - self.since[live])
-        counts = np.bincount(cells, self.weight[live], ROWS * NUM_AGES).reshape(ROWS, NUM_AGES)
-        used = np.flatnonzero(told.names != NOTHING)
-        kinds, worths = told.kinds[used], np.zeros((ROWS, NUM_AGES))
-        contexts = np.unique(told.contexts[used], return_inverse=True)[1]
-        gaps = contexts * _NUM_CLASSES + _CLASSES[kinds]
-        waiting = (told.departed + counts)[used] / self.run
-        returned = told.returned[used] / self.run
-        worths[used] = fit_told(returned, waiting, contexts, gaps, p[kinds], q[_CLASSES[kinds]])
-        return worths
 
 
 def _fit(

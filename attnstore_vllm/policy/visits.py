@@ -52,7 +52,7 @@ class Terms:
     last_turn: LastTurn | None = None
     """That of its session, if that has a name and was heard of before."""
     told: Told | None = None
-    """What its client tells of when the next turn comes."""
+    """The client's words of when the next turn comes."""
 
 
 NO_TERMS = Terms()
@@ -144,7 +144,7 @@ class Run:
     lots: tuple[Lot, ...] = ()
     """It ends once all of these have. None: nothing was made of it yet."""
     told: Told | None = None
-    """What the client has told of it. Nothing of what others share."""
+    """The client's words of it. None of what others share."""
     context: int = NOTHING
     """The number of that, as the estimator has it. Changed by answer() alone."""
     used_at: float = field(init=False)
@@ -564,10 +564,10 @@ def answer(
     estimator.change(run.number, run.kind, run.context)
 
 
-def _context(told: Told, ending: Hashable, returns: ToldReturns) -> int:
+def _context(told: Told, ending: Hashable, contexts: ToldReturns) -> int:
     """That of this ending, or else that of all which are not known."""
-    others = returns.context(told)
-    context = returns.context(told, ending) if ending is not None else NOTHING
+    others = contexts.context(told)
+    context = contexts.context(told, ending) if ending is not None else NOTHING
     return context if context != NOTHING else others
 
 

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
+from attnstore_vllm.policy import told as policy
 from attnstore_vllm.policy.ages import age_of
 from attnstore_vllm.policy.returns import NUM_KINDS, ReturnEstimator, kind_of
 from attnstore_vllm.policy.told import (
-    CANDIDATES_MAX,
     CONTEXT_ROWS,
     NOTHING,
     PLACES,
@@ -104,13 +104,24 @@ def test_the_estimate_without_contexts_learns_the_same_from_all() -> None:
     assert len(untold.worths) == NUM_KINDS
 
 
-def test_no_client_makes_it_grow() -> None:
+def test_no_client_makes_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is counted and not known is forgotten for others."""
+    monkeypatch.setattr(policy, "CANDIDATES_MAX", 3)
     contexts = Contexts()
-    for n in range(4 * CANDIDATES_MAX):
+    seldom = Told(b"a", "seldom")
+    for _ in range(SEEN_MIN - 1):
+        contexts.number(seldom)
+    for n in range(3):
+        contexts.number(Told(b"a", str(n)))
+    assert contexts.number(seldom) == (NOTHING, NOTHING)
+
+
+def test_no_client_has_more_contexts_than_there_are() -> None:
+    contexts = Contexts()
+    for n in range(4 * PLACES):
         for _ in range(SEEN_MIN):
             contexts.number(Told(b"%d" % (n % 3), str(n), "x" * 64))
     assert len(contexts) <= PLACES
-    assert contexts.num_candidates <= CANDIDATES_MAX
 
 
 def test_no_client_gets_more_rows_than_there_are() -> None:
