@@ -39,6 +39,8 @@ MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
 _YAML = (".yaml", ".yml")
 _NODES = ("--nnodes", "-n")
+_CONFIGURED_AT = "ATTNSTORE_CONFIGURED_AT"
+"""Tells the processes that this one makes when it was configured."""
 
 
 def register() -> None:
@@ -118,6 +120,16 @@ def configured_at() -> float:
     return _start.at
 
 
+def server_configured_at() -> float:
+    """configured_at() of the process that the user started, which has made this one: it may have
+    read a model's settings before."""
+    try:
+        told = float(os.environ.get(_CONFIGURED_AT, ""))
+    except ValueError:
+        return _start.at
+    return told if told < _start.at else _start.at
+
+
 def end_start() -> None:
     """Weights have been compared with configured_at(): a later configuration is a new start."""
     _start.end()
@@ -136,6 +148,7 @@ def check_early(extra: object) -> None:
     """
     _start.note(holds=True)
     if multiprocessing.parent_process() is None:
+        os.environ[_CONFIGURED_AT] = repr(_start.at)
         config = StoreConfig.parse(extra)
         _warn_of_old_names(extra, config)
         if config not in _checked:

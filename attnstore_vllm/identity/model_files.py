@@ -11,13 +11,14 @@ import importlib.metadata
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
 from attnstore_vllm.identity.drafts import draft_model_of
+from attnstore_vllm.identity.moved_files import check_branch, check_unmoved
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,37 +49,84 @@ _LIBRARIES = ("transformers", "torch", "torchvision", "mistral_common")
 """They make numbers of media, and models of configurations."""
 
 
+class _Place(NamedTuple):
+    directory: Path
+    revision: str | None
+    """It is the hub's snapshot of that; None: of `main`, or it is no snapshot."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.directory.parent.name == "snapshots"
+
+
 def files_of(vllm_config: VllmConfig) -> dict[str, str]:
     """Names and digests of the files, and versions of the libraries that read them.
 
     A model that takes media and whose files are not found gets a random identity: nothing of it
     is found again after a restart. Cost: reads each file whole, some MB at most, once at start.
     """
-    model = vllm_config.model_config
-    places = [
-        *_directories(model.model, model.revision, vllm_config.load_config.download_dir),
-        *_directories(str(model.tokenizer), model.tokenizer_revision, None),
-    ]
-    if not places and model.is_multimodal_model:
+    model, places = vllm_config.model_config, _places(vllm_config)
+    if not _of_the_model(vllm_config) and model.is_multimodal_model:
         logger.warning(
             "AttnStore finds no files that say how media are made ready for %s; what it stores now "
             "will not be used after a restart",
             model.model,
         )
         return {"unknown": secrets.token_hex(16)}
+    digests: dict[str, set[str]] = {}
+    for name, file in _files(vllm_config, places):
+        digests.setdefault(name, set()).add(blake3(file.read_bytes()).hexdigest())
+    found = {name: " ".join(sorted(several)) for name, several in digests.items()}
+    return found | {f"version of {name}": _version(name) for name in _LIBRARIES}
+
+
+def check_files(vllm_config: VllmConfig, begun_at: float) -> None:
+    """Raise ValueError if one of the files may not be as vLLM has read it.
+
+    A file that was taken away since is not seen as such, but its directory has changed. Snapshots
+    of the hub are new where this start has downloaded them, and never change.
+
+    Args:
+        begun_at: Unix seconds, by the clock of file systems, before vLLM has read one.
+    Raises: OSError.
+    """
+    places = _places(vllm_config)
+    for place in places:
+        if place.is_snapshot:
+            check_branch(*place, begun_at)
+        elif place.directory.stat().st_ctime > begun_at:
+            raise ValueError(
+                f"a file came to {place.directory}, or left it, while the server was starting"
+            )
+    check_unmoved([file for _, file in _files(vllm_config, places)], begun_at)
+
+
+def _places(vllm_config: VllmConfig) -> list[_Place]:
+    places = _of_the_model(vllm_config)
     if (draft := draft_model_of(vllm_config)) is not None:
         download_dir = vllm_config.load_config.download_dir
         places += _directories(draft.model, draft.revision, download_dir)
-    digests: dict[str, set[str]] = {}
+    return places
+
+
+def _of_the_model(vllm_config: VllmConfig) -> list[_Place]:
+    model = vllm_config.model_config
+    return [
+        *_directories(model.model, model.revision, vllm_config.load_config.download_dir),
+        *_directories(str(model.tokenizer), model.tokenizer_revision, None),
+    ]
+
+
+def _files(vllm_config: VllmConfig, places: Sequence[_Place]) -> Iterator[tuple[str, Path]]:
+    """Each file and its name; that of the encoder's scales is always the same."""
+    model = vllm_config.model_config
     for place in places:
-        for file in place.iterdir():
+        for file in place.directory.iterdir():
             if _counts(file, model.is_multimodal_model):
-                digests.setdefault(file.name, set()).add(blake3(file.read_bytes()).hexdigest())
+                yield file.name, file
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     if scales is not None:
-        digests["scales"] = {blake3(Path(scales).read_bytes()).hexdigest()}
-    found = {name: " ".join(sorted(several)) for name, several in digests.items()}
-    return found | {f"version of {name}": _version(name) for name in _LIBRARIES}
+        yield "scales", Path(scales)
 
 
 def _counts(file: Path, takes_media: bool) -> bool:
@@ -88,11 +136,11 @@ def _counts(file: Path, takes_media: bool) -> bool:
     return file.suffix in _SUFFIXES and not known and file.is_file()
 
 
-def _directories(model: str, revision: str | None, download_dir: str | None) -> Iterator[Path]:
+def _directories(model: str, revision: str | None, download_dir: str | None) -> Iterator[_Place]:
     """A model's directory, or its snapshots in the caches of the hub: processors are read from the
     usual one, also where weights are in another."""
     if os.path.isdir(model):
-        yield Path(model).resolve()
+        yield _Place(Path(model).resolve(), None)
         return
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -105,7 +153,7 @@ def _directories(model: str, revision: str | None, download_dir: str | None) -> 
             except ValueError:  # not the name of a hub model
                 return
             if isinstance(found, str):
-                yield Path(found).parent
+                yield _Place(Path(found).parent, revision)
                 break
 
 

@@ -12,6 +12,9 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+FILE_CLOCK_S = 0.01
+"""The clock of file systems ticks some milliseconds late."""
+
 
 def check_unmoved(files: Iterable[Path], begun_at: float) -> None:
     """Raise ValueError for a file that was changed since, or to whose place another thing led.
@@ -45,6 +48,15 @@ def check_unmoved(files: Iterable[Path], begun_at: float) -> None:
                 raise ValueError(
                     f"{place} may be in another's place since the server began to start"
                 )
+
+
+def check_branch(snapshot: Path, revision: str | None, begun_at: float) -> None:
+    """Raise ValueError if this revision may have been another snapshot of the hub's cache since."""
+    branch = snapshot.parent.parent / "refs" / (revision or "main")
+    others = (place for place in snapshot.parent.iterdir() if place != snapshot)
+    # With no others this start has downloaded it: then there was no other commit before.
+    if branch.is_file() and branch.stat().st_ctime > begun_at and any(others):
+        raise ValueError(f"{branch} has moved to another commit while the server was starting")
 
 
 def _is_of_the_hub(file: Path) -> bool:

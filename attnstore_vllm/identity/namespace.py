@@ -8,19 +8,25 @@ thing is in: a difference that does not matter costs a prefill, one that is miss
 from __future__ import annotations
 
 import json
+import logging
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from attnstore_vllm.identity.drafts import drafts_of
-from attnstore_vllm.identity.model_files import files_of
+from attnstore_vllm.identity.model_files import check_files, files_of
+from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
 from attnstore_vllm.identity.rank import KvFacts
 from attnstore_vllm.identity.vllm_settings import environment, plugins, section_of, settings_of
+from attnstore_vllm.plugin import server_configured_at
 from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 3
 """Raise it whenever the same namespace would mean other bytes."""
@@ -43,6 +49,16 @@ def fingerprint(
     """
     facts = facts_of(vllm_config, geometry, ranks, version)
     facts["weights"] = weights
+    try:  # once they are read: what changes from now on is not in these facts
+        check_files(vllm_config, server_configured_at() - FILE_CLOCK_S)
+    except (OSError, ValueError) as error:
+        logger.warning(
+            "AttnStore cannot tell the files beside the weights of %s: %s. What it stores now is "
+            "not found again after a restart",
+            vllm_config.model_config.model,
+            error,
+        )
+        facts["changed"] = secrets.token_hex(16)
     return blake3(json.dumps(facts, sort_keys=True).encode()).digest()
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from attnstore_vllm.identity.drafts import draft_model_of
-from attnstore_vllm.identity.moved_files import check_unmoved
+from attnstore_vllm.identity.moved_files import FILE_CLOCK_S, check_branch, check_unmoved
 from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile, sampled
 from attnstore_vllm.plugin import configured_at, end_start
 
@@ -54,7 +54,6 @@ _PICKLED = (".bin", ".pt", ".pth")
 _THREADS = "enable_multithread_load"
 _HARMLESS = {_THREADS, "num_threads"}
 """Keys of --model-loader-extra-config that do not say which weights are loaded."""
-FILE_CLOCK_S = 0.01
 _PART = re.compile(r"(.*)-\d+-of-(\d+)\.gguf")
 
 
@@ -290,20 +289,12 @@ def _directory(model: str, revision: str | None, download_dir: str | None) -> Pa
     found = Path(
         snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True)
     )
-    branch = found.parent.parent / "refs" / (revision or "main")
-    if branch.is_file() and branch.stat().st_ctime > _begun_at() and not _is_new(found):
-        raise ValueError(f"{branch} has moved to another commit while the server was starting")
+    check_branch(found, revision, _begun_at())
     return found
 
 
-def _is_new(snapshot: Path) -> bool:
-    """Whether this start has downloaded it: then there was no other commit before."""
-    others = [place for place in snapshot.parent.iterdir() if place != snapshot]
-    return not others
-
-
 def _begun_at() -> float:
-    """Before that, by the clock of file systems, which ticks some milliseconds late."""
+    """Before that, by the clock of file systems."""
     return configured_at() - FILE_CLOCK_S
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,3 +62,34 @@ def test_a_fork_begins_then(is_making: bool) -> None:
     plugin.end_start()
     assert before <= begun
     assert (begun == later) == is_making
+
+
+def _tell_server(pipe: Connection) -> None:
+    pipe.send((plugin.configured_at(), plugin.server_configured_at()))
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_an_engines_process_knows_when_its_server_was_configured(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has read how media are made ready before it made the engine's process."""
+    monkeypatch.setattr(plugin, "_check", lambda *_, **__: None)
+    monkeypatch.setenv("ATTNSTORE_CONFIGURED_AT", "1.0")  # of a process before it
+    plugin.end_start()
+    before = time.time()
+    plugin.check_early({"dram": "16MiB", "nvme": {"path": str(tmp_path), "capacity": "64MiB"}})
+    after = time.time()
+    context: Any = multiprocessing.get_context(method)
+    pipe, end = context.Pipe(duplex=False)
+    child = context.Process(target=_tell_server, args=(end,))
+    child.start()
+    own, server = pipe.recv()
+    child.join()
+    plugin.end_start()
+    assert before <= server <= after < own
+
+
+@pytest.mark.parametrize("told", ["", "x", "nan", "inf", "1e400"])
+def test_a_time_that_makes_no_sense_is_the_own(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNSTORE_CONFIGURED_AT", told)
+    assert plugin.server_configured_at() == plugin.configured_at()

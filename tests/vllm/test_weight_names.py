@@ -17,9 +17,9 @@ import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm import plugin
+from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
 from attnstore_vllm.identity.weight_files import Digest
 from attnstore_vllm.identity.weights import (
-    FILE_CLOCK_S,
     Weights,
     _directory,
     _parts,

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files beside the weights that change while a server starts: vLLM may have read the old ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from attnstore_lab.testing.tiny_model import TINY, make_model
+from attnstore_vllm import plugin
+from attnstore_vllm.identity.model_files import check_files
+from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
+from attnstore_vllm.identity.namespace import fingerprint
+from tests.vllm.test_namespace import GEOMETRY
+
+TICK_S = 0.05
+"""More than one of the file system's clock."""
+FILE = "processor_config.json"
+
+
+def rewritten(model: Path) -> None:
+    file = model / FILE
+    was = file.stat()
+    file.write_text('{"n_fft": 512}')
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def replaced(model: Path) -> None:
+    other = model.parent / "other.json"  # made before, as a deploy does
+    other.replace(model / FILE)
+
+
+def directory_renamed(model: Path) -> None:
+    model.rename(model.with_name("old"))
+    model.with_name("next").rename(model)
+
+
+CHANGES: list[Callable[[Path], object]] = [
+    rewritten,
+    replaced,
+    directory_renamed,
+    lambda model: (model / FILE).unlink(),
+    lambda model: (model / "video_preprocessor_config.json").write_text("{}"),
+    lambda model: (model / "modeling_own.py").write_text("# a model may bring its own"),
+]
+NAMES = ["rewritten", "replaced", "directory renamed", "taken away", "new", "new code"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    model = make_model(tmp_path / "model", TINY)
+    (model / FILE).write_text('{"n_fft": 400}')
+    (tmp_path / "other.json").write_text('{"n_fft": 512}')
+    shutil.copytree(model, tmp_path / "next")
+    time.sleep(TICK_S)
+    return model
+
+
+@pytest.fixture
+def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's configuration of an engine that has just been configured."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.end_start()
+    plugin._start.note(holds=True)
+    monkeypatch.delenv("ATTNSTORE_CONFIGURED_AT", raising=False)
+    made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
+    time.sleep(TICK_S)
+    yield made
+    plugin.end_start()
+
+
+def name(vllm_config: Any) -> bytes:
+    return fingerprint(vllm_config, GEOMETRY, [], "0.32.0", "weights")
+
+
+def test_what_stays_keeps_its_name(started: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert name(started) == name(started)
+    assert "AttnStore" not in caplog.text
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=NAMES)
+def test_what_changes_while_a_server_starts_has_no_name(
+    model: Path, started: Any, change: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    change(model)
+    assert name(started) != name(started)
+    assert caplog.text.count("is not found again after a restart") == 2
+    assert str(model) in caplog.text
+    plugin.end_start()
+    time.sleep(TICK_S)
+    plugin._start.note(holds=True)  # the next start reads what is there now
+    assert name(started) == name(started)
+
+
+def test_scales_of_an_encoder(started: Any, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    os.utime(scales, (1.0, 1.0))
+    started.model_config.multimodal_config = SimpleNamespace(mm_encoder_fp8_scale_path=str(scales))
+    with pytest.raises(ValueError, match=r"scales\.json has changed while the server was starting"):
+        check_files(started, plugin.server_configured_at() - FILE_CLOCK_S)
+
+
+def snapshot(hub: Path, commit: str) -> Path:
+    """One of the hub's cache; `main` leads there from now on."""
+    repo = hub / "models--a--b"
+    place, blob = repo / "snapshots" / commit, repo / "blobs" / commit
+    for directory in (place, blob.parent, repo / "refs"):
+        directory.mkdir(parents=True, exist_ok=True)
+    blob.write_text(commit)
+    for file in (FILE, "config.json"):
+        (place / file).symlink_to(Path("../../blobs") / commit)
+    (repo / "refs" / "main").write_text(commit)
+    return place
+
+
+def test_a_branch_of_the_hub_that_moves(
+    started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this start has downloaded keeps its name. Another commit that comes has none."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    started.model_config.model = started.model_config.tokenizer = "a/b"
+    begun_at = time.time()
+    snapshot(tmp_path, "0" * 40)
+    check_files(started, begun_at)
+    snapshot(tmp_path, "1" * 40)
+    with pytest.raises(ValueError, match="has moved to another commit"):
+        check_files(started, begun_at)
