@@ -27,7 +27,7 @@ VERSION: Final = 5
 may have been widened by pairs that were never seen, and of the third clients may have taught. The
 fourth had no names, so that a chunk counted again at each start."""
 HIT_BITS: Final = 64
-"""Of the name of a hit."""
+"""The size of a hit's name."""
 PAIRS: Final = 32
 """Chunks that are to be seen first ..."""
 HITS: Final = 8
@@ -127,8 +127,8 @@ def _bound_from(said: object) -> LearnedBound | None:
         case _:
             return None
     is_whole = len(seen) == len(keys) <= PAIRS and len(known) == len(pairs) <= HITS
-    names = [{far.hit for far in known}, {far.key for far in known}]
-    if not is_whole or any(len(some) < len(known) for some in names):
+    num_hits, num_keys = len({far.hit for far in known}), len({far.key for far in known})
+    if not is_whole or min(num_hits, num_keys) < len(known):
         return None
     return LearnedBound(frozenset(seen), tuple(sorted(known, key=lambda far: -far.distance)))
 
