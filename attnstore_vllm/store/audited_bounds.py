@@ -49,7 +49,7 @@ class AuditedBounds:
                 self._aside.learn(self._namespace, as_json(self._bounds))
 
     def _name(self, hit: int) -> int:
-        """What a hit is called. None of another process has that name."""
+        """The name of a hit: none of another process has it."""
         number = hit.to_bytes(8, "little")
         digest = blake2b(number, key=self._process, digest_size=HIT_BITS // 8).digest()
         return int.from_bytes(digest, "little")
