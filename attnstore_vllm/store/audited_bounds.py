@@ -4,11 +4,13 @@ thread alone."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import blake2b
 
 from attnstore_vllm.policy.kv_compare import STATE_BOUND
-from attnstore_vllm.policy.learned_bound import PAIRS, LearnedBound, as_json, bounds_from
+from attnstore_vllm.policy.learned_bound import HIT_BITS, LearnedBound, as_json, bounds_from
 from attnstore_vllm.tiers.nvme.aside import Aside
 from attnstore_vllm.types import Key
 
@@ -29,8 +31,8 @@ class AuditedBounds:
         self._namespace = namespace
         self._bounds: list[LearnedBound] = bounds_from(aside.learned(namespace), len(most))
         self._most, self._learns = most, STATE_BOUND not in most
-        self._seen = [set[Key]() for _ in most]
-        """Chunks that this process has compared, by group, PAIRS at most."""
+        self._process = secrets.token_bytes(16)
+        """Hits are numbered anew in each."""
 
     def of(self, group: int) -> float:
         return self._bounds[group].value if self._learns else self._most[group]
@@ -40,11 +42,14 @@ class AuditedBounds:
         each changes a bound, and there are ten of them."""
         if not self._learns:
             return
-        before, seen = self.of(group), self._seen[group]
-        is_new = key not in seen
-        if len(seen) < PAIRS:
-            seen.add(key)
-        self._bounds[group] = self._bounds[group].and_one(distance, hit, key, is_new=is_new)
+        before = self.of(group)
+        self._bounds[group] = self._bounds[group].and_one(distance, self._name(hit), key)
         if self.of(group) != before:
             with suppress(OSError):  # as on a full disk: the next start learns it anew
                 self._aside.learn(self._namespace, as_json(self._bounds))
+
+    def _name(self, hit: int) -> int:
+        """The name of a hit: none of another process has it."""
+        number = hit.to_bytes(8, "little")
+        digest = blake2b(number, key=self._process, digest_size=HIT_BITS // 8).digest()
+        return int.from_bytes(digest, "little")

@@ -4,7 +4,8 @@ namespace is not served any more.
 
     audit/<key>-<unix ns>.kv    a line of JSON without tokens, the stored bytes, the computed ones
     audit/stopped-<namespace>   why; an operator removes it
-    audit/learned               how far rounding goes: JSON, of the namespace that is in use
+    audit/learned               how far rounding goes, and which chunks have shown it: JSON, of the
+                                namespace that is in use
 
 KV tells of its tokens to who has the model: all of it has the rights of the store's own file, and
 `ttl` does not end it. A reset that is asked for does, and `attnstore gc`.
@@ -27,8 +28,8 @@ SUFFIX = ".kv"
 HEAD_MAX = 1 << 20
 """Bytes of the line of JSON."""
 NAME_HEX = 16
-LEARNED, LEARNED_MAX = "learned", 1 << 16
-"""A file's name, and its bytes at most."""
+LEARNED, LEARNED_MAX = "learned", 1 << 18
+"""A file's name, and its bytes at most: room for 80 KV cache groups."""
 
 
 def stopped_path(directory: Path, namespace: bytes) -> Path:

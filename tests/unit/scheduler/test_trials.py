@@ -92,6 +92,18 @@ def test_where_few_are_compared_at_once_others_are_the_next_time(start: Start) -
     assert world.serves(tokens, "three") == LENGTH - 1
 
 
+def test_who_asks_before_all_others_ends_the_trial_for_them(start: Start) -> None:
+    """As `attnstore audit` does before a server gets requests."""
+    world = start(rate=1e-9, slots=64)
+    tokens, others = tokens_of(1, LENGTH), tokens_of(5, LENGTH)
+    nvme_alone(world, tokens)
+    nvme_alone(world, others)
+    asked: dict[str, Any] = {"kv_transfer_params": {"attnstore": {"audit": True}}}
+    assert world.serves(tokens, "asked", **asked) == 0
+    assert world.outcomes() == {"agreed": TRIED_CHUNKS}
+    assert world.serves(others, "another") == LENGTH - 1
+
+
 def test_a_burst_does_not_end_a_trial_before_it_is_held(start: Start) -> None:
     """All of it has come before the first one is computed."""
     world = start(rate=1e-9, slots=64)
