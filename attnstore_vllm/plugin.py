@@ -15,10 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
-import os
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ import yaml
 from attnstore_vllm.config.deadlines import old_names
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import LEAST, load_yaml
+from attnstore_vllm.engine_start import note_start, tell_children
 from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit
@@ -39,8 +38,6 @@ MODULE = "attnstore_vllm.connector"
 _FLAG = "--kv-transfer-config"
 _YAML = (".yaml", ".yml")
 _NODES = ("--nnodes", "-n")
-_CONFIGURED_AT = "ATTNSTORE_CONFIGURED_AT"
-"""Tells the processes that this one makes when it was configured."""
 
 
 def register() -> None:
@@ -52,7 +49,7 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
     log_as_vllm()
-    _start.note(holds=False)
+    note_start(holds=False)
     _ask_for_amx()
     if multiprocessing.parent_process() is None:
         try:
@@ -85,56 +82,6 @@ def _ask_for_amx() -> None:
         torch.cpu._init_amx()
 
 
-class _Start:
-    """The time when this process began to start an engine: no model was loaded before."""
-
-    def __init__(self) -> None:
-        self.at = time.time()
-        self._is_held = False
-
-    def note(self, *, holds: bool) -> None:
-        """Now, unless one is being made: vLLM makes its configuration anew with a model loaded.
-
-        Args:
-            holds: it has this store, so that end() follows.
-        """
-        if not self._is_held:
-            self.at, self._is_held = time.time(), holds
-
-    def end(self) -> None:
-        """The engine's weights have been looked at: another one in this process begins later."""
-        self._is_held = False
-
-    def note_fork(self) -> None:
-        """In the child. What made this process hears of no end, and may be at its next engine."""
-        self.at = time.time()
-
-
-_start = _Start()
-os.register_at_fork(after_in_child=_start.note_fork)
-
-
-def configured_at() -> float:
-    """Unix seconds: when this process began, or was first configured for the engine that it makes.
-    No model was loaded before. A file that is younger may have changed since vLLM has read it."""
-    return _start.at
-
-
-def server_configured_at() -> float:
-    """configured_at() of the process that the user started, which has made this one: it may have
-    read a model's settings before."""
-    try:
-        told = float(os.environ.get(_CONFIGURED_AT, ""))
-    except ValueError:
-        return _start.at
-    return told if told < _start.at else _start.at
-
-
-def end_start() -> None:
-    """Weights have been compared with configured_at(): a later configuration is a new start."""
-    _start.end()
-
-
 _checked: set[StoreConfig] = set()
 """Settings that this process has found to fit: with the pool allocated they might not fit again."""
 
@@ -146,9 +93,9 @@ def check_early(extra: object) -> None:
         extra: kv_connector_extra_config.
     Raises: ConfigError.
     """
-    _start.note(holds=True)
+    note_start(holds=True)
     if multiprocessing.parent_process() is None:
-        os.environ[_CONFIGURED_AT] = repr(_start.at)
+        tell_children()
         config = StoreConfig.parse(extra)
         _warn_of_old_names(extra, config)
         if config not in _checked:

@@ -49,7 +49,7 @@ _LIBRARIES = ("transformers", "torch", "torchvision", "mistral_common")
 """They make numbers of media, and models of configurations."""
 
 
-class _Place(NamedTuple):
+class _Origin(NamedTuple):
     directory: Path
     revision: str | None
     """It is the hub's snapshot of that; None: of `main`, or it is no snapshot."""
@@ -101,7 +101,7 @@ def check_files(vllm_config: VllmConfig, begun_at: float) -> None:
     check_unmoved([file for _, file in _files(vllm_config, places)], begun_at)
 
 
-def _places(vllm_config: VllmConfig) -> list[_Place]:
+def _places(vllm_config: VllmConfig) -> list[_Origin]:
     places = _of_the_model(vllm_config)
     if (draft := draft_model_of(vllm_config)) is not None:
         download_dir = vllm_config.load_config.download_dir
@@ -109,7 +109,7 @@ def _places(vllm_config: VllmConfig) -> list[_Place]:
     return places
 
 
-def _of_the_model(vllm_config: VllmConfig) -> list[_Place]:
+def _of_the_model(vllm_config: VllmConfig) -> list[_Origin]:
     model = vllm_config.model_config
     return [
         *_directories(model.model, model.revision, vllm_config.load_config.download_dir),
@@ -117,7 +117,7 @@ def _of_the_model(vllm_config: VllmConfig) -> list[_Place]:
     ]
 
 
-def _files(vllm_config: VllmConfig, places: Sequence[_Place]) -> Iterator[tuple[str, Path]]:
+def _files(vllm_config: VllmConfig, places: Sequence[_Origin]) -> Iterator[tuple[str, Path]]:
     """Each file and its name; that of the encoder's scales is always the same."""
     model = vllm_config.model_config
     for place in places:
@@ -136,11 +136,11 @@ def _counts(file: Path, takes_media: bool) -> bool:
     return file.suffix in _SUFFIXES and not known and file.is_file()
 
 
-def _directories(model: str, revision: str | None, download_dir: str | None) -> Iterator[_Place]:
+def _directories(model: str, revision: str | None, download_dir: str | None) -> Iterator[_Origin]:
     """A model's directory, or its snapshots in the caches of the hub: processors are read from the
     usual one, also where weights are in another."""
     if os.path.isdir(model):
-        yield _Place(Path(model).resolve(), None)
+        yield _Origin(Path(model).resolve(), None)
         return
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -153,7 +153,7 @@ def _directories(model: str, revision: str | None, download_dir: str | None) -> 
             except ValueError:  # not the name of a hub model
                 return
             if isinstance(found, str):
-                yield _Place(Path(found).parent, revision)
+                yield _Origin(Path(found).parent, revision)
                 break
 
 

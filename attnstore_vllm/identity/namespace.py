@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from attnstore_vllm.engine_start import server_configured_at
 from attnstore_vllm.identity.drafts import drafts_of
 from attnstore_vllm.identity.model_files import check_files, files_of
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
 from attnstore_vllm.identity.rank import KvFacts
 from attnstore_vllm.identity.vllm_settings import environment, plugins, section_of, settings_of
-from attnstore_vllm.plugin import server_configured_at
 from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:

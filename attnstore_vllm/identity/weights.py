@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
+from attnstore_vllm.engine_start import configured_at, end_start
 from attnstore_vllm.identity.drafts import draft_model_of
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S, check_branch, check_unmoved
 from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile, sampled
-from attnstore_vllm.plugin import configured_at, end_start
 
 if TYPE_CHECKING:
     from torch import nn

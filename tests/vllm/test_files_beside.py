@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm import plugin
+from attnstore_vllm import engine_start
 from attnstore_vllm.identity.model_files import check_files
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
 from attnstore_vllm.identity.namespace import fingerprint
@@ -69,13 +69,13 @@ def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's configuration of an engine that has just been configured."""
     from vllm.engine.arg_utils import EngineArgs
 
-    plugin.end_start()
-    plugin._start.note(holds=True)
+    engine_start.end_start()
+    engine_start.note_start(holds=True)
     monkeypatch.delenv("ATTNSTORE_CONFIGURED_AT", raising=False)
     made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
     time.sleep(TICK_S)
     yield made
-    plugin.end_start()
+    engine_start.end_start()
 
 
 def name(vllm_config: Any) -> bytes:
@@ -95,9 +95,9 @@ def test_what_changes_while_a_server_starts_has_no_name(
     assert name(started) != name(started)
     assert caplog.text.count("is not found again after a restart") == 2
     assert str(model) in caplog.text
-    plugin.end_start()
+    engine_start.end_start()
     time.sleep(TICK_S)
-    plugin._start.note(holds=True)  # the next start reads what is there now
+    engine_start.note_start(holds=True)  # the next start reads what is there now
     assert name(started) == name(started)
 
 
@@ -109,7 +109,7 @@ def test_scales_of_an_encoder(started: Any, tmp_path: Path) -> None:
     os.utime(scales, (1.0, 1.0))
     started.model_config.multimodal_config = SimpleNamespace(mm_encoder_fp8_scale_path=str(scales))
     with pytest.raises(ValueError, match=r"scales\.json has changed while the server was starting"):
-        check_files(started, plugin.server_configured_at() - FILE_CLOCK_S)
+        check_files(started, engine_start.server_configured_at() - FILE_CLOCK_S)
 
 
 def snapshot(hub: Path, commit: str) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
-from attnstore_vllm import plugin
+from attnstore_vllm import engine_start, plugin
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
 from attnstore_vllm.identity.weight_files import Digest
 from attnstore_vllm.identity.weights import (
@@ -124,8 +124,8 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
 
 def begin() -> None:
     """Another engine begins to start in this process."""
-    plugin.end_start()
-    plugin._start.note(holds=True)
+    engine_start.end_start()
+    engine_start.note_start(holds=True)
 
 
 def config(model: Path, **options: Any) -> Any:

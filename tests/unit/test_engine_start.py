@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from attnstore_vllm import plugin
+from attnstore_vllm import engine_start, plugin
 
 
 def test_a_start_lasts_until_the_weights_have_been_looked_at() -> None:
     """However often vLLM makes its configuration, or loads plugins, meanwhile."""
-    start = plugin._Start()
+    start = engine_start._Start()
     start.note(holds=True)
     first = start.at
     for _ in range(2):
@@ -32,7 +32,7 @@ def test_a_start_lasts_until_the_weights_have_been_looked_at() -> None:
 
 def test_an_engine_without_the_store_holds_no_start() -> None:
     """A process may train and save a model before it makes the engine that has the store."""
-    start = plugin._Start()
+    start = engine_start._Start()
     start.note(holds=False)
     first = start.at
     start.note(holds=True)
@@ -43,29 +43,29 @@ def test_an_engine_without_the_store_holds_no_start() -> None:
 def test_a_fork_begins_then(is_making: bool) -> None:
     """vLLM forks an engine that it makes, and tells who made it of no end. In another fork the
     configuration is still to come, and so may be the model."""
-    plugin.end_start()
+    engine_start.end_start()
     if is_making:
-        plugin._start.note(holds=True)
+        engine_start.note_start(holds=True)
     context = multiprocessing.get_context("fork")
     pipe, end = context.Pipe(duplex=False)
 
     def tell() -> None:
-        begun = plugin.configured_at()
-        plugin._start.note(holds=True)
-        end.send((begun, plugin.configured_at()))
+        begun = engine_start.configured_at()
+        engine_start.note_start(holds=True)
+        end.send((begun, engine_start.configured_at()))
 
     before = time.time()
     child = context.Process(target=tell)
     child.start()
     begun, later = pipe.recv()
     child.join()
-    plugin.end_start()
+    engine_start.end_start()
     assert before <= begun
     assert (begun == later) == is_making
 
 
 def _tell_server(pipe: Connection) -> None:
-    pipe.send((plugin.configured_at(), plugin.server_configured_at()))
+    pipe.send((engine_start.configured_at(), engine_start.server_configured_at()))
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -75,7 +75,7 @@ def test_an_engines_process_knows_when_its_server_was_configured(
     """The server has read how media are made ready before it made the engine's process."""
     monkeypatch.setattr(plugin, "_check", lambda *_, **__: None)
     monkeypatch.setenv("ATTNSTORE_CONFIGURED_AT", "1.0")  # of a process before it
-    plugin.end_start()
+    engine_start.end_start()
     before = time.time()
     plugin.check_early({"dram": "16MiB", "nvme": {"path": str(tmp_path), "capacity": "64MiB"}})
     after = time.time()
@@ -85,11 +85,11 @@ def test_an_engines_process_knows_when_its_server_was_configured(
     child.start()
     own, server = pipe.recv()
     child.join()
-    plugin.end_start()
+    engine_start.end_start()
     assert before <= server <= after < own
 
 
 @pytest.mark.parametrize("told", ["", "x", "nan", "inf", "1e400"])
 def test_a_time_that_makes_no_sense_is_the_own(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNSTORE_CONFIGURED_AT", told)
-    assert plugin.server_configured_at() == plugin.configured_at()
+    assert engine_start.server_configured_at() == engine_start.configured_at()
