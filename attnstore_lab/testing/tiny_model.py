@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -36,6 +37,9 @@ from attnstore_lab.testing.tiny_tokenizer import (
     write_tokenizer,
 )
 
+TICK_S = 0.03
+"""Some ticks of a file system's clock: what is as young as the start of a server counts as changed
+since."""
 RECIPE_VERSION: Final = 2  # raise it when the same recipe would give other bytes
 RECIPE_FILE: Final = "recipe.json"
 ROPE_THETA: Final = 10_000.0
@@ -129,6 +133,7 @@ def make_model(directory: Path, shape: ModelShape, *, seed: int = 0, weights: bo
         _write_json(made / RECIPE_FILE, recipe)
         shutil.rmtree(directory, ignore_errors=True)
         made.rename(directory)
+    time.sleep(TICK_S)
     return directory
 
 

@@ -44,7 +44,7 @@ SECTIONS: dict[str, str] = {
     "VllmConfig.shutdown_timeout": _START,
     "VllmConfig.speculative_config": "namespace.py takes it in where drafts keep KV",
     "VllmConfig.aux_output_config": "what is returned beside the tokens",
-    "VllmConfig.quant_config": "it is made of the model's quantization and hf_config, which are in",
+    "VllmConfig.quant_config": "made of quantization, hf_config and files, which are in",
 }
 """Whole sections, and settings of the top."""
 

@@ -118,8 +118,8 @@ def _of_the_model(vllm_config: VllmConfig) -> list[_Origin]:
 
 
 def _files(vllm_config: VllmConfig, places: Sequence[_Origin]) -> Iterator[tuple[str, Path]]:
-    """Each file and its name; that of the encoder's scales is always the same."""
-    model = vllm_config.model_config
+    """Each file and its name. Those that a setting names are called by what they say."""
+    model, draft = vllm_config.model_config, draft_model_of(vllm_config)
     for place in places:
         for file in place.directory.iterdir():
             if _counts(file, model.is_multimodal_model):
@@ -127,6 +127,10 @@ def _files(vllm_config: VllmConfig, places: Sequence[_Origin]) -> Iterator[tuple
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     if scales is not None:
         yield "scales", Path(scales)
+    for of, one in (("model", model), ("drafts", draft)):
+        overrides = getattr(one, "hf_overrides", None)  # of drafts it may be a function
+        if isinstance(overrides, dict) and (named := overrides.get("quantization_config_file")):
+            yield f"quantization of the {of}", Path(named)
 
 
 def _counts(file: Path, takes_media: bool) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from attnstore_vllm.engine_start import configured_at, end_start
-from attnstore_vllm.identity.drafts import draft_model_of
+from attnstore_vllm.identity.drafts import draft_model_of, drafts_of
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S, check_branch, check_unmoved
 from attnstore_vllm.identity.weight_files import Digest, Memo, WeightFile, sampled
 
@@ -178,11 +178,11 @@ def _identify(
 def _made_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
     """The model, and the one that makes its drafts if that has files of its own."""
     load, draft = vllm_config.load_config, draft_model_of(vllm_config)
+    own_load = getattr(vllm_config.speculative_config, "draft_load_config", None) or load
+    if draft is None and own_load != load:  # it may load other files of the same directory
+        draft = getattr(drafts_of(vllm_config), "draft_model_config", None)
     found = [(vllm_config.model_config, load)]
-    if draft is not None:
-        own_load = getattr(vllm_config.speculative_config, "draft_load_config", None)
-        found.append((draft, own_load or load))
-    return found
+    return found if draft is None else [*found, (draft, own_load)]
 
 
 def own_files(model: nn.Module) -> str | None:

@@ -43,6 +43,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from attnstore_vllm import engine_start
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.pool import SharedPool, pool_name
 from attnstore_vllm.transfer.pool_files import parts_of
@@ -331,6 +332,8 @@ def _vllm_config(
     )
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    engine_start.end_start()
+    engine_start.note_start(holds=True)  # as the process of a server that is started now
     config = EngineArgs(
         model=str(model), load_format="dummy", max_model_len=limits.model_len,
         max_num_batched_tokens=limits.batched_tokens, max_num_seqs=limits.sequences,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ pytest.importorskip("vllm")
 
 from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm import engine_start
-from attnstore_vllm.identity.model_files import check_files
+from attnstore_vllm.identity.model_files import check_files, files_of
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
 from attnstore_vllm.identity.namespace import fingerprint
 from tests.vllm.test_namespace import GEOMETRY
@@ -139,3 +140,53 @@ def test_a_branch_of_the_hub_that_moves(
     snapshot(tmp_path, "1" * 40)
     with pytest.raises(ValueError, match="has moved to another commit"):
         check_files(started, begun_at)
+
+
+def named(model: Path, quantization: Path) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
+    made.model_config.hf_overrides = {"quantization_config_file": str(quantization)}
+    return made
+
+
+def test_a_file_of_quantization_that_a_setting_names(model: Path, tmp_path: Path) -> None:
+    """By content, wherever it is: --hf-overrides '{"quantization_config_file": ...}'."""
+    for name, content in (("int4", "4"), ("copy", "4"), ("int8", "8")):
+        (tmp_path / f"{name}.json").write_text(content)
+    names = "int4", "copy", "int8"
+    of = {name: files_of(named(model, tmp_path / f"{name}.json")) for name in names}
+    assert of["int4"] == of["copy"]
+    assert of["int4"] != of["int8"]
+    begun_at = time.time()
+    time.sleep(TICK_S)
+    check_files(named(model, tmp_path / "int8.json"), begun_at)
+    (tmp_path / "int8.json").write_text("4")
+    with pytest.raises(ValueError, match=r"int8\.json has changed while"):
+        check_files(named(model, tmp_path / "int8.json"), begun_at)
+
+
+OPENED = {
+    "torchao.py: from_config_file": "quantization_config_file: by content",
+    "fp8_utils.py: get_w8a8_block_fp8_configs": "kernels' tuning, a part of vLLM: its version is in",
+}
+"""Functions of vLLM's quantization and settings that open files, and how these are named."""
+
+
+def test_each_file_that_vllm_reads_for_numbers_is_known() -> None:
+    import vllm
+
+    root, found = Path(vllm.__file__).parent, set[str]()
+    for room in ("model_executor/layers/quantization", "config"):
+        for path in (root / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.FunctionDef) and reads(node):
+                    found.add(f"{path.name}: {node.name}")
+    assert found == set(OPENED), "is what is read here in the namespace?"
+
+
+def reads(function: ast.FunctionDef) -> bool:
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    names = [call.id for call in calls if isinstance(call, ast.Name)]
+    names += [call.attr for call in calls if isinstance(call, ast.Attribute)]
+    return not {"open", "read_text", "read_bytes"}.isdisjoint(names)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files are the weights: at least all that vLLM's own loader takes, wherever they are."""
+"""Which files are the weights: at least all that vLLM's own loader takes, wherever they are.
+
+It is long since each way to load has a case.
+"""
 
 from __future__ import annotations
 
@@ -184,6 +187,31 @@ def test_weights_of_the_drafts(tmp_path: Path) -> None:
     dummies.speculative_config.draft_load_config = LoadConfig(load_format="auto")
     names = [name(dummies, store) for _ in range(2)]
     assert names[0] != names[1], "nobody can tell dummies beside files: another one each time"
+
+
+def test_drafts_that_load_other_files_of_the_models_directory(tmp_path: Path) -> None:
+    """As MTP layers with a load format of their own."""
+    from types import SimpleNamespace
+
+    from vllm.config.load import LoadConfig
+
+    model, store = make_model(tmp_path / "model", TINY), tmp_path / "store"
+    (model / "pytorch_model.bin").write_bytes(b"one")
+    made = config(model, load_format="safetensors")
+    drafts = SimpleNamespace(
+        method="mtp", draft_model_config=made.model_config, draft_load_config=None
+    )
+    alone = name(made, store)
+    made.speculative_config = drafts
+    assert name(made, store) == alone, "the drafts' layers are in the model's files"
+    names = []
+    for content in (b"one", b"two", b"one"):
+        (model / "pytorch_model.bin").write_bytes(content)
+        time.sleep(2 * FILE_CLOCK_S)
+        begin()
+        drafts.draft_load_config = LoadConfig(load_format="pt")
+        names.append(name(made, store)[1])
+    assert names[0] == names[2] != names[1]
 
 
 def test_weights_that_no_file_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
