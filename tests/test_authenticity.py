@@ -32,6 +32,7 @@ WHY = {
     "io/aiofiles_device.py": "takes one where a disk's request asks for it (tiers/nvme/format.py)",
     "transfer/board.py": "figures for metrics, no KV: a forged board may show wrong ones",
     "identity/weight_files.py": "kept digests of weights, in this engine's own directory",
+    "store/audited_bounds.py": "names hits by this process's key, in this engine's own directory",
     "policy/audit_draw.py": "draws by a secret seed: nothing is compared with it",
     "policy/tails.py": "an estimate's own memory: two texts of one sum cost no answer",
     "identity/live_model.py": "of weights in this process's memory, against its own last look",

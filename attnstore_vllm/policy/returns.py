@@ -229,7 +229,7 @@ class ReturnEstimator:
         place = (number - 1) % RUNS_MAX
         if self._is_open[place] and self._number[place] == number:
             self._kind[place] = kind
-            self._row[place] = self.told.open(context, kind)
+            self._row[place] = self.told.follow(context, kind)
 
     def row(self, kind: int, context: int) -> int:
         """The row of such runs in `worths`: their kind's, until more was learned of the context."""

@@ -190,7 +190,7 @@ class ToldReturns:
             self._rows.setdefault(number, {})
         return number
 
-    def open(self, context: int, kind: int) -> int:
+    def follow(self, context: int, kind: int) -> int:
         """The name of the row in which a run of this context and kind is followed, or NOTHING."""
         rows = self._rows.get(context)
         if rows is None:

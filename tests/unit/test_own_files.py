@@ -285,7 +285,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "cli/main.py": {"os.open": "/dev/null"},
     "cli/speeds.py": {"tempfile.mkstemp": NO_NAME},
     "cli/settings_file.py": {"path.read_text": GIVEN},
-    "identity/model_files.py": {"file.read_bytes": GIVEN, "Path.read_bytes": GIVEN},
+    "identity/model_files.py": {"file.read_bytes": GIVEN},
     "identity/own_code.py": {
         "file.read_bytes": GIVEN,
         "file.read_text": GIVEN,

@@ -168,7 +168,7 @@ def test_a_file_of_quantization_that_a_setting_names(model: Path, tmp_path: Path
 
 OPENED = {
     "torchao.py: from_config_file": "quantization_config_file: by content",
-    "fp8_utils.py: get_w8a8_block_fp8_configs": "kernels' tuning, a part of vLLM: its version is in",
+    "fp8_utils.py: get_w8a8_block_fp8_configs": "kernels' tuning, of vLLM: its version is in",
 }
 """Functions of vLLM's quantization and settings that open files, and how these are named."""
 

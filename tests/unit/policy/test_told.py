@@ -130,7 +130,7 @@ def test_no_client_gets_more_rows_than_there_are() -> None:
     for n in range(2 * PLACES):
         for _ in range(SEEN_MIN + n):
             context = told.context(Told(b"%d" % (n % 3), str(n)))
-        names = [told.open(context, kind) for kind in range(NUM_KINDS)]
+        names = [told.follow(context, kind) for kind in range(NUM_KINDS)]
         assert sum(name != NOTHING for name in names) == CONTEXT_ROWS
     seen = told.seen()
     assert seen is not None
@@ -166,7 +166,7 @@ def test_no_run_counts_for_a_context_that_came_later() -> None:
     for n in range(TENANT_PLACES):
         for _ in range(400):
             context = told.context(Told(b"a", str(n)))
-        told.open(context, KIND)
+        told.follow(context, KIND)
     assert estimator.row(KIND, before) == KIND
     taken = range(before + 1, context + 1)
     estimator.arrive([10**9], 1001.0)
