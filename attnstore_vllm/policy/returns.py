@@ -42,7 +42,7 @@ from attnstore_vllm.policy.ages import (
     hazard,
     logistic,
 )
-from attnstore_vllm.policy.told import NOTHING, Ints, ToldReturns, ToldSeen
+from attnstore_vllm.policy.told import NOTHING, ROWS, Ints, ToldReturns, ToldSeen
 
 RUNS_MAX = 65536
 """Open runs that are followed. The oldest is given up for a new one."""
@@ -221,30 +221,21 @@ class ReturnEstimator:
         return self._unfollowed
 
     def change(self, number: int, kind: int, context: int = NOTHING) -> None:
-        """An open run is of this kind; nothing changes for one that is not open. Cost: O(1).
-
-        Args:
-            context: the number of what was told of it (told.py). NOTHING: of none.
-        """
+        """An open run is of this kind, and of this context by its number (told.py). Nothing changes
+        for one that is not open. Cost: O(1)."""
         place = (number - 1) % RUNS_MAX
         if self._is_open[place] and self._number[place] == number:
             self._kind[place] = kind
             self._row[place] = self.told.follow(context, kind)
-
-    def row(self, kind: int, context: int) -> int:
-        """The row of such runs in `worths`: their kind's, until more was learned of the context."""
-        told = self.told.row(context, kind) if context != NOTHING else None
-        return kind if told is None else NUM_KINDS + told
 
     def worth(self, kind: int, seconds: float) -> float:
         """Expected returns per second of a slot whose run has not returned for that long."""
         return float(self._fit.worths.item(kind, age_of(seconds)))
 
     @property
-    def worths(self) -> Array:
-        """[row, age] what worth() says of each kind, and then of each context. Never changed:
-        another array, once more was learned."""
-        return self._fit.worths
+    def fitted(self) -> Fit:
+        """All that was learned. Never changed: another one, once more was learned."""
+        return self._fit
 
     def returns(self, kind: int) -> float:
         """The probability that a run of this kind returns at all."""
@@ -286,8 +277,6 @@ class ReturnEstimator:
 
     def learn(self, fit: Fit) -> None:
         self._fit = fit
-        if fit.rows is not None:
-            self.told.learn(fit.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -302,9 +291,22 @@ class Fit:
     """Coefficients of the regression."""
     worths: Array
     """[row, age] returns a second. Of all kinds: an eviction has no time to work one out. Behind
-    them those of each context, if there were any."""
-    rows: Ints | None = None
-    """[ROWS] what stands in the contexts' rows. None: there were none."""
+    them those of contexts, if there were any."""
+    names: Ints | None = None
+    """[ROWS] those of the contexts' rows (told.py). None: there were none."""
+
+    def row(self, kind: int, name: int) -> int:
+        """That in `worths`: of a context, if its row of this name was learned; else of the kind."""
+        if name == NOTHING or self.names is None or self.names.item(name % ROWS) != name:
+            return kind
+        return NUM_KINDS + name % ROWS
+
+    def rows(self, kinds: Ints, names: Ints) -> Ints:
+        """row() of each."""
+        if self.names is None:
+            return kinds
+        is_learned = (names != NOTHING) & (self.names[names % ROWS] == names)
+        return np.where(is_learned, NUM_KINDS + names % ROWS, kinds)
 
 
 @cache
@@ -349,9 +351,8 @@ class Observed:
         if self.told is None:
             return Fit(p, q, coefficients, worths)
         ages, classes = ages_of(self.now - self.since[live]), _CLASSES[self.told.kinds]
-        told = self.told.worths(
-            self.row[live], ages, self.weight[live], self.run, p[self.told.kinds], q, classes
-        )
+        open_runs = self.row[live], ages, self.weight[live]
+        told = self.told.worths(*open_runs, self.run, p[self.told.kinds], q, classes)
         return Fit(p, q, coefficients, np.concatenate([worths, told]), self.told.names)
 
 

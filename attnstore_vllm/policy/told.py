@@ -147,11 +147,12 @@ class ToldSeen:
         here = (names != NOTHING) & (self.names[rows] == names)
         cells = rows[here] * NUM_AGES + ages[here]
         counts = np.bincount(cells, weights[here], ROWS * NUM_AGES).reshape(ROWS, NUM_AGES)
-        used = np.flatnonzero(self.names != NOTHING)
+        used, worths = np.flatnonzero(self.names != NOTHING), np.zeros((ROWS, NUM_AGES))
+        if not len(used):  # contexts that had rows were given up for some that have none yet
+            return worths
         contexts = np.unique(self.contexts[used], return_inverse=True)[1]
         gaps = contexts * len(q) + classes[used]
         waiting, returned = (self.departed + counts)[used] / run, self.returned[used] / run
-        worths = np.zeros((ROWS, NUM_AGES))
         worths[used] = fit_told(returned, waiting, contexts, gaps, p[used], q[classes[used]])
         return worths
 
@@ -170,7 +171,6 @@ class ToldReturns:
         self._num_named = 0
         self._names = np.full(ROWS, NOTHING)
         self._context_of, self._kind_of = np.full(ROWS, NOTHING), np.full(ROWS, NOTHING)
-        self._learned = np.full(ROWS, NOTHING)
         self._returned = np.zeros((ROWS, NUM_AGES))
         self._departed = np.zeros((ROWS, NUM_AGES))
 
@@ -212,11 +212,10 @@ class ToldReturns:
             table = self._returned if returned else self._departed
             table[row, age] += weight
 
-    def row(self, context: int, kind: int) -> int | None:
-        """The row of such runs in Fit's table; None: nothing was learned there yet."""
-        name = self._rows.get(context, {}).get(kind, NOTHING)
-        row = name % ROWS
-        return row if name != NOTHING and self._learned[row] == name else None
+    def name(self, context: int, kind: int) -> int:
+        """That of the row of such runs, or NOTHING: they have none, or their context has gone."""
+        rows = self._rows.get(context)
+        return NOTHING if rows is None else rows.get(kind, NOTHING)
 
     def seen(self) -> ToldSeen | None:
         """None: no context was ever known."""
@@ -233,10 +232,6 @@ class ToldReturns:
     def halve(self) -> None:
         self._returned *= 0.5
         self._departed *= 0.5
-
-    def learn(self, names: Ints) -> None:
-        """A fit of these rows is in place."""
-        self._learned = names
 
 
 def fit_told(

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from attnstore_vllm.policy.ages import EDGES_S, age_of, ages_of
 from attnstore_vllm.policy.eviction.base import K
 from attnstore_vllm.policy.priority import Priority
-from attnstore_vllm.policy.returns import ReturnEstimator
+from attnstore_vllm.policy.returns import Fit, ReturnEstimator
+from attnstore_vllm.policy.told import NOTHING
 from attnstore_vllm.policy.visits import Run
 
 T = TypeVar("T", bound=np.generic)
@@ -64,11 +65,13 @@ class AgeLane(NamedTuple):
     """Keys that differ in their age alone."""
 
     kind: int
-    """A row of the table of what kinds are worth."""
+    """Of runs: a row of the table of what they are worth (Fit.row)."""
     factor: float
     """By which that worth is multiplied."""
     stays: bool
     """Whether its keys go after others that are worth the same."""
+    told: int = NOTHING
+    """The name of the row of a context, which says more than the kind as long as it is known."""
 
 
 class ByReturn(Generic[K]):
@@ -78,7 +81,7 @@ class ByReturn(Generic[K]):
     Args:
         lane: that a key is of. May change: rank().
         since: when a key's age began.
-        worths: [kind, age] what a key is worth now: another array, once it is another worth.
+        fitted: by which keys are worth something now: another one, once it is another worth.
     """
 
     moves_on_use = True
@@ -87,11 +90,11 @@ class ByReturn(Generic[K]):
         self,
         lane: Callable[[K], AgeLane],
         since: Callable[[K], float],
-        worths: Callable[[], npt.NDArray[np.float64]],
+        fitted: Callable[[], Fit],
     ) -> None:
         self._lane = lane
         self._since_of = since
-        self._worths = worths
+        self._fitted = fitted
         self.clear()
 
     def clear(self) -> None:
@@ -102,14 +105,14 @@ class ByReturn(Generic[K]):
         self._free: list[int] = []
         self._opened = 0
         self._turn = np.zeros(0, np.int64)  # among those worth the same; 0: the place is free
-        self._kind = np.zeros(0, np.int64)
+        self._kind, self._told = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._factor = np.zeros(0)
         # By end: that of the oldest key of the lane at place p is 2 * p, of the newest 2 * p + 1.
         self._since = np.zeros(0)
         self._worth = np.zeros(0)  # inf: there is none, or it is passed over
         self._due = np.zeros(0)  # when to look at it again
         self._passed: list[int] = []
-        self._table = self._worths()
+        self._fit = self._fitted()
         self._looked_at = -math.inf
         self._poorest: K | None = None
         self._victims_left = 0
@@ -203,7 +206,8 @@ class ByReturn(Generic[K]):
 
     def worth(self, key: K, now: float) -> float:
         lane = self._lane(key)
-        return lane.factor * self._worths().item(lane.kind, age_of(now - self._since_of(key)))
+        fit, age = self._fitted(), age_of(now - self._since_of(key))
+        return lane.factor * fit.worths.item(fit.row(lane.kind, lane.told), age)
 
     def admits(self, key: K, over: K, now: float) -> bool:
         """Not if it is less likely to return soon than what would have to go.
@@ -220,7 +224,7 @@ class ByReturn(Generic[K]):
         place = self.places[lane] = self._free.pop()
         self._opened += 1
         self._lanes[place] = lane
-        self._kind[place], self._factor[place], stays = lane
+        self._kind[place], self._factor[place], stays, self._told[place] = lane
         self._turn[place] = self._opened | (STAYS if stays else 0)
         return place
 
@@ -239,6 +243,7 @@ class ByReturn(Generic[K]):
         self._keys += [OrderedDict[K, None]() for _ in range(size - before)]
         self._turn = _longer(self._turn, size, 0)
         self._kind = _longer(self._kind, size, 0)
+        self._told = _longer(self._told, size, NOTHING)
         self._factor = _longer(self._factor, size, 0.0)
         self._since = _longer(self._since, 2 * size, 0.0)
         self._worth = _longer(self._worth, 2 * size, math.inf)
@@ -253,22 +258,23 @@ class ByReturn(Generic[K]):
 
     def _look(self, now: float) -> None:
         """Work out again what ends are worth whose age has come into another class."""
-        table = self._worths()
-        if table is not self._table or now < self._looked_at:  # or a clock that went back
+        fit = self._fitted()
+        if fit is not self._fit or now < self._looked_at:  # or a clock that went back
             self._due[np.repeat(self._turn > 0, 2)] = -math.inf
-        self._table, self._looked_at = table, now
+        self._fit, self._looked_at, table = fit, now, fit.worths
         ends = (self._due <= now).nonzero()[0]
         if len(ends) <= FEW:
             lanes, worth, due = self._lanes, self._worth, self._due
             for end, since in zip(ends.tolist(), self._since[ends].tolist(), strict=True):
-                kind, factor, _ = lanes[end >> 1]
+                kind, factor, _, told = lanes[end >> 1]
                 age = age_of(now - since)
-                worth[end] = factor * table.item(kind, age)
+                worth[end] = factor * table.item(fit.row(kind, told), age)
                 due[end] = since + _NEXT_AGE_S[age]
             return
         began, places = self._since[ends], ends >> 1
         ages = ages_of(now - began)
-        self._worth[ends] = self._factor[places] * table[self._kind[places], ages]
+        rows = fit.rows(self._kind[places], self._told[places])
+        self._worth[ends] = self._factor[places] * table[rows, ages]
         self._due[ends] = began + NEXT_AGE_S[ages]
 
     def _least(self) -> int | None:
@@ -321,8 +327,11 @@ def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
     their own. In a request, what others share is before what is its own, and stays."""
     return ByReturn(
         lambda run: AgeLane(
-            estimator.row(run.kind, run.context), PRIORITY_FACTORS[run.priority], run.is_shared
+            run.kind,
+            PRIORITY_FACTORS[run.priority],
+            run.is_shared,
+            estimator.told.name(run.context, run.kind),
         ),
         lambda run: run.since,
-        lambda: estimator.worths,
+        lambda: estimator.fitted,
     )

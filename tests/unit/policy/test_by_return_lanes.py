@@ -264,9 +264,10 @@ def test_lanes_that_come_and_go_take_no_memory() -> None:
 
 
 def test_keys_may_be_anything() -> None:
-    worths = np.array([[3.0] * NUM_AGES, [1.0] * NUM_AGES])
+    none = np.zeros(0)
+    fit = Fit(none, none, none, np.array([[3.0] * NUM_AGES, [1.0] * NUM_AGES]))
     order = ByReturn[str](
-        lambda key: AgeLane(int(key == "b"), 1.0, False), lambda key: 0.0, lambda: worths
+        lambda key: AgeLane(int(key == "b"), 1.0, False), lambda key: 0.0, lambda: fit
     )
     for key in "abc":
         order.add(key)

@@ -9,6 +9,7 @@ import pytest
 
 from attnstore_vllm.policy import told as policy
 from attnstore_vllm.policy.ages import age_of
+from attnstore_vllm.policy.eviction.by_return import FEW, by_return
 from attnstore_vllm.policy.returns import NUM_KINDS, ReturnEstimator, kind_of
 from attnstore_vllm.policy.told import (
     CONTEXT_ROWS,
@@ -52,11 +53,15 @@ def drive(tools: dict[Told | None, tuple[float, float]], number: int = 600) -> R
     return estimator
 
 
+def row_of(estimator: ReturnEstimator, kind: int, context: int) -> int:
+    return estimator.fitted.row(kind, estimator.told.name(context, kind))
+
+
 def worth(estimator: ReturnEstimator, told: Told, seconds: float) -> float:
     context = estimator.told.context(told)
-    row = estimator.row(KIND, context)
+    row = row_of(estimator, KIND, context)
     assert row >= NUM_KINDS, "nothing was learned of it"
-    return float(estimator.worths[row, age_of(seconds)])
+    return float(estimator.fitted.worths[row, age_of(seconds)])
 
 
 def test_a_session_that_waits_for_a_tool_of_known_length_is_kept_until_then() -> None:
@@ -76,10 +81,12 @@ def test_few_runs_say_what_is_said_without_them() -> None:
         context = estimator.told.context(QUICK)
     estimator.change(estimator.open(10**9, KIND, 2, 4.0, 5000.0), KIND, context)
     estimator.refit(5000.0)
-    row = estimator.row(KIND, context)
+    row = row_of(estimator, KIND, context)
     assert row >= NUM_KINDS
     for age in range(10):
-        assert estimator.worths[row, age] == pytest.approx(estimator.worths[KIND, age], rel=0.1)
+        assert estimator.fitted.worths[row, age] == pytest.approx(
+            estimator.fitted.worths[KIND, age], rel=0.1
+        )
 
 
 def test_before_anything_was_learned_of_a_context_nothing_changes() -> None:
@@ -87,21 +94,21 @@ def test_before_anything_was_learned_of_a_context_nothing_changes() -> None:
     for _ in range(SEEN_MIN):
         context = estimator.told.context(QUICK)
     assert context >= 0
-    assert estimator.row(KIND, context) == KIND
-    assert estimator.row(KIND, NOTHING) == KIND
+    assert row_of(estimator, KIND, context) == KIND
+    assert row_of(estimator, KIND, NOTHING) == KIND
 
 
 def test_what_others_share_is_of_no_context() -> None:
     estimator = drive({QUICK: (0.9, 60.0)}, number=300)
     context = estimator.told.context(QUICK)
-    assert estimator.row(SHARED, context) == SHARED
-    assert NUM_KINDS <= estimator.row(KIND, context) < NUM_KINDS + ROWS
+    assert row_of(estimator, SHARED, context) == SHARED
+    assert NUM_KINDS <= row_of(estimator, KIND, context) < NUM_KINDS + ROWS
 
 
 def test_the_estimate_without_contexts_learns_the_same_from_all() -> None:
     told, untold = drive({QUICK: (0.6, 60.0)}), drive({None: (0.6, 60.0)})
-    assert (told.worths[:NUM_KINDS] == untold.worths).all()
-    assert len(untold.worths) == NUM_KINDS
+    assert (told.fitted.worths[:NUM_KINDS] == untold.fitted.worths).all()
+    assert len(untold.fitted.worths) == NUM_KINDS
 
 
 def test_no_client_makes_it_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +174,60 @@ def test_no_run_counts_for_a_context_that_came_later() -> None:
         for _ in range(400):
             context = told.context(Told(b"a", str(n)))
         told.follow(context, KIND)
-    assert estimator.row(KIND, before) == KIND
+    assert row_of(estimator, KIND, before) == KIND
     taken = range(before + 1, context + 1)
     estimator.arrive([10**9], 1001.0)
     seen = told.seen()
     assert seen is not None
     assert not seen.returned.any()
-    assert {estimator.row(KIND, context) for context in taken} == {KIND}
+    assert {row_of(estimator, KIND, context) for context in taken} == {KIND}
     assert not (estimator.seen(1001.0).row == NOTHING).all()
+
+
+def test_what_is_stored_of_a_context_that_has_gone_is_worth_what_its_kind_is() -> None:
+    """And never what was learned of the one that has its row then, which may be another tenant's.
+    No run of the others has a whole chunk at first: there are no rows then."""
+    estimator = drive({QUICK: (0.9, 60.0)}, number=300)
+    told, order = estimator.told, by_return(estimator)
+    run = Run(1, KIND, 1000.0, False, told=QUICK, context=told.context(QUICK))
+    order.add(run)
+    assert order.worth(run, 1001.0) != estimator.worth(KIND, 1.0)
+    for n in range(PLACES):
+        for _ in range(400):
+            context = told.context(Told(b"%d" % (n % 4), str(n)))
+    name = NOTHING
+    for _ in range(2):
+        if name != NOTHING:
+            for _ in range(50):  # they return at once: worth much
+                told.close(name, 0, 4.0, returned=True)
+        estimator.refit(1001.0)
+        assert order.worth(run, 1001.0) == estimator.worth(KIND, 1.0)
+        others = [Run(2, kind, 1000.0, False) for kind in range(2 * FEW) if kind != KIND]
+        for other in others:
+            order.add(other)
+        worst = min((run, *others), key=lambda one: estimator.worth(one.kind, 1.0))
+        victim = order.victim(1001.0, lambda _: True)
+        assert victim is not None
+        assert estimator.worth(victim.kind, 1.0) == estimator.worth(worst.kind, 1.0)
+        assert (victim is run) == (worst is run)
+        for other in others:
+            order.remove(other)
+        name = told.follow(context, KIND)
+    assert row_of(estimator, KIND, context) == NUM_KINDS + name % ROWS
+
+
+def test_a_context_that_returns_seldom_does_so_in_each_kind() -> None:
+    """What was seen of its runs of one kind says something of those of another."""
+    estimator, told = drive({None: (0.8, 60.0)}), Told(b"a", "asker")
+    for _ in range(SEEN_MIN):
+        context = estimator.told.context(told)
+    for n in range(200):
+        kind = FIRST if n % 50 == 0 else KIND
+        estimator.change(estimator.open(10**9 + n, kind, 2, 4.0, 2000.0), kind, context)
+    estimator.refit(9000.0)
+    rows = [row_of(estimator, FIRST, context), FIRST]
+    with_it, without = estimator.fitted.worths[rows, 0]
+    assert with_it < 0.5 * without
 
 
 def test_within_a_context_kinds_are_told_apart() -> None:
@@ -190,9 +243,9 @@ def test_within_a_context_kinds_are_told_apart() -> None:
         if estimator.is_due:
             estimator.refit(now)
     context = estimator.told.context(QUICK)
-    later, first = (estimator.row(kind, context) for kind in (KIND, FIRST))
+    later, first = (row_of(estimator, kind, context) for kind in (KIND, FIRST))
     assert min(later, first) >= NUM_KINDS
-    assert estimator.worths[later, 0] > 3 * estimator.worths[first, 0]
+    assert estimator.fitted.worths[later, 0] > 3 * estimator.fitted.worths[first, 0]
 
 
 def test_a_call_of_a_tool_is_told_by_how_the_answer_ends() -> None:
