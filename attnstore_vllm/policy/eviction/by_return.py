@@ -324,14 +324,15 @@ def _longer(array: npt.NDArray[T], size: int, fill: float) -> npt.NDArray[T]:
 
 def by_return(estimator: ReturnEstimator) -> ByReturn[Run]:
     """The order that servers use. Runs of one kind, context and priority have a lane of
-    their own. In a request, what others share is before what is its own, and stays."""
+    their own. In a request, what others share is before what is its own, and stays. It is of no
+    context: who else uses it has told nothing."""
+
+    def lane(run: Run) -> AgeLane:
+        told = NOTHING if run.is_shared else estimator.told.name(run.context, run.kind)
+        return AgeLane(run.kind, PRIORITY_FACTORS[run.priority], run.is_shared, told)
+
     return ByReturn(
-        lambda run: AgeLane(
-            run.kind,
-            PRIORITY_FACTORS[run.priority],
-            run.is_shared,
-            estimator.told.name(run.context, run.kind),
-        ),
+        lane,
         lambda run: run.since,
         lambda: estimator.fitted,
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -103,6 +104,15 @@ def test_what_others_share_is_of_no_context() -> None:
     context = estimator.told.context(QUICK)
     assert row_of(estimator, SHARED, context) == SHARED
     assert NUM_KINDS <= row_of(estimator, KIND, context) < NUM_KINDS + ROWS
+
+
+def test_what_others_share_later_is_of_no_context_any_more() -> None:
+    estimator = drive({QUICK: (0.9, 60.0)}, number=300)
+    order, context = by_return(estimator), estimator.told.context(QUICK)
+    run = Run(1, KIND, 1000.0, False, told=QUICK, context=context)
+    shared = replace(run, is_shared=True)
+    assert order.worth(run, 1001.0) != estimator.worth(KIND, 1.0)
+    assert order.worth(shared, 1001.0) == estimator.worth(KIND, 1.0)
 
 
 def test_the_estimate_without_contexts_learns_the_same_from_all() -> None:
