@@ -22,14 +22,17 @@ class _Start:
         self.at = time.time()
         self._is_held = False
 
-    def note(self, *, holds: bool) -> None:
+    def note(self, *, holds: bool) -> bool:
         """Now, unless one is being made: vLLM makes its configuration anew with a model loaded.
 
         Args:
             holds: it has this store, so that end() follows.
+        Returns: whether it begins here.
         """
-        if not self._is_held:
-            self.at, self._is_held = time.time(), holds
+        if self._is_held:
+            return False
+        self.at, self._is_held = time.time(), holds
+        return True
 
     def end(self) -> None:
         """The engine's weights have been looked at: another one in this process begins later."""
@@ -65,11 +68,12 @@ def server_configured_at() -> float:
     return told if told < _start.at else _start.at
 
 
-def note_start(*, holds: bool) -> None:
+def note_start(*, holds: bool) -> bool:
     """This process is configured for an engine. See _Start.note()."""
-    _start.note(holds=holds)
+    return _start.note(holds=holds)
 
 
 def end_start() -> None:
-    """Weights have been compared with configured_at(): a later configuration is a new start."""
+    """Weights have been compared with configured_at(), or the engine was refused before it loaded
+    any: a later configuration is a new start."""
     _start.end()

@@ -26,7 +26,7 @@ import yaml
 from attnstore_vllm.config.deadlines import old_names
 from attnstore_vllm.config.settings import StoreConfig
 from attnstore_vllm.config.values import LEAST, load_yaml
-from attnstore_vllm.engine_start import note_start, tell_children
+from attnstore_vllm.engine_start import end_start, note_start, tell_children
 from attnstore_vllm.errors import AttnStoreError, ConfigError, MachineError
 from attnstore_vllm.preflight import SHM_DIR, check_machine
 from attnstore_vllm.transfer.region import sweep_at_exit
@@ -93,13 +93,19 @@ def check_early(extra: object) -> None:
         extra: kv_connector_extra_config.
     Raises: ConfigError.
     """
-    note_start(holds=True)
-    if multiprocessing.parent_process() is None:
-        tell_children()
+    is_new = note_start(holds=True)
+    if multiprocessing.parent_process() is not None:
+        return
+    tell_children()
+    try:
         config = StoreConfig.parse(extra)
         _warn_of_old_names(extra, config)
         if config not in _checked:
             _check(config, None, pins_memory=_is_cuda())
+    except AttnStoreError:
+        if is_new:  # no model is loaded: the next engine of this process begins later
+            end_start()
+        raise
 
 
 def _warn_of_old_names(extra: object, config: StoreConfig) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from attnstore_vllm import engine_start, plugin
+from attnstore_vllm.errors import ConfigError
 
 
 def test_a_start_lasts_until_the_weights_have_been_looked_at() -> None:
@@ -37,6 +38,23 @@ def test_an_engine_without_the_store_holds_no_start() -> None:
     first = start.at
     start.note(holds=True)
     assert first < start.at
+
+
+@pytest.mark.parametrize("is_making", [True, False])
+def test_an_engine_that_is_refused_leaves_no_start(is_making: bool) -> None:
+    """A notebook mends its settings, and maybe the model, and tries again. What is refused while
+    another engine is being made does not end that one's start."""
+    engine_start.end_start()
+    if is_making:
+        engine_start.note_start(holds=True)
+    first = engine_start.configured_at()
+    with pytest.raises(ConfigError):
+        plugin.check_early({"dran": "1MiB"})
+    refused = engine_start.configured_at()
+    engine_start.note_start(holds=True)
+    again = engine_start.configured_at()
+    engine_start.end_start()
+    assert first == refused == again if is_making else first < refused < again
 
 
 @pytest.mark.parametrize("is_making", [True, False])
