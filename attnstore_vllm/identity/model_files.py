@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
-from attnstore_vllm.identity.drafts import draft_model_of
+from attnstore_vllm.identity.drafts import draft_model_of, drafts_of
 from attnstore_vllm.identity.moved_files import check_branch, check_unmoved
 
 if TYPE_CHECKING:
@@ -38,6 +38,10 @@ _LEFT_OUT = (
     "chat_template.json",
     "generation_config.json",
 )
+_VOCABULARIES = (
+    "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "vocab.txt", "tokenizer.model", "tokenizer_config.json",
+)  # fmt: skip
 _LEFT_OUT_OF_TEXT = "tokenizer_config.json"
 """A file that is left out for text; for a model that takes media it says which processor there
 is."""
@@ -120,10 +124,14 @@ def _of_the_model(vllm_config: VllmConfig) -> list[_Origin]:
 def _files(vllm_config: VllmConfig, places: Sequence[_Origin]) -> Iterator[tuple[str, Path]]:
     """Each file and its name. Those that a setting names are called by what they say."""
     model, draft = vllm_config.model_config, draft_model_of(vllm_config)
-    for place in places:
+    # Drafts with a vocabulary of their own are made of both tokenizers.
+    maps = bool(getattr(drafts_of(vllm_config), "use_heterogeneous_vocab", False))
+    for number, place in enumerate(places):
         for file in place.directory.iterdir():
             if _counts(file, model.is_multimodal_model):
                 yield file.name, file
+            elif maps and file.name in _VOCABULARIES:
+                yield f"{number} {file.name}", file
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     if scales is not None:
         yield "scales", Path(scales)

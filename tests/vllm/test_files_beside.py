@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,8 +104,6 @@ def test_what_changes_while_a_server_starts_has_no_name(
 
 
 def test_scales_of_an_encoder(started: Any, tmp_path: Path) -> None:
-    from types import SimpleNamespace
-
     scales = tmp_path / "scales.json"
     scales.write_text("{}")
     os.utime(scales, (1.0, 1.0))
@@ -164,6 +163,29 @@ def test_a_file_of_quantization_that_a_setting_names(model: Path, tmp_path: Path
     (tmp_path / "int8.json").write_text("4")
     with pytest.raises(ValueError, match=r"int8\.json has changed while"):
         check_files(named(model, tmp_path / "int8.json"), begun_at)
+
+
+def test_vocabularies_that_drafts_are_mapped_by(model: Path) -> None:
+    """vLLM makes the map of both tokenizers, where the drafts' is another one."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
+    draft = SimpleNamespace(model=str(model.with_name("next")), revision=None, hf_overrides=None)
+    drafts = SimpleNamespace(method="draft_model", draft_model_config=draft)
+    made.speculative_config = drafts
+    file = model.with_name("next") / "tokenizer.json"
+    of = list[list[dict[str, str]]]()
+    for maps in (False, True):
+        drafts.use_heterogeneous_vocab = maps
+        before = file.read_text()
+        found = [files_of(made)]
+        file.write_text(before + " ")
+        found.append(files_of(made))
+        file.write_text(before)
+        of.append([*found, files_of(made)])
+    (plain, changed, again), (mapped, remapped, back) = of
+    assert plain == changed == again
+    assert mapped == back != remapped
 
 
 OPENED = {
