@@ -65,7 +65,7 @@ class AgeLane(NamedTuple):
     """Keys that differ in their age alone."""
 
     kind: int
-    """Of runs: a row of the table of what they are worth (Fit.row)."""
+    """A row of the table of what kinds are worth (Fit.row)."""
     factor: float
     """By which that worth is multiplied."""
     stays: bool
