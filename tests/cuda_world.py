@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_read_buffer, cuda_tables
+from attnstore_vllm.transfer import (
+    cuda_cells,
+    cuda_engine,
+    cuda_events,
+    cuda_read_buffer,
+    cuda_tables,
+)
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rule, Rules
 from attnstore_vllm.transfer.cuda_read_buffer import NO_SPANS, ReadSize
@@ -161,7 +167,7 @@ def installed(gpu: FakeGpu) -> Iterator[None]:
     """CudaEngine is over the fake."""
     with ExitStack() as undo:
         stand_in = gpu.torch()
-        for module in (cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
+        for module in (cuda_cells, cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
             undo.enter_context(mock.patch.object(module, "torch", stand_in))
         undo.enter_context(mock.patch.object(cuda_engine, "native_module", native_module))
         yield
