@@ -105,8 +105,8 @@ class Cells:
 
 
 class DecodedMover(TokenMover):
-    """Moves tokens out of slots that keep pages encoded: of each slot, the blocks that are wanted are
-    decoded into one chunk in HBM first. The stream keeps the order: one chunk is decoded behind
+    """Moves tokens out of slots that keep pages encoded: of each slot, the blocks that are wanted
+    are decoded into one chunk in HBM first. The stream keeps the order: one chunk is decoded behind
     what reads the one before it.
 
     Args:

@@ -103,11 +103,9 @@ def test_only_bfloat16_is_encoded_and_not_on_every_device() -> None:
         assert not is_bfloat16(kv_of(*dtypes))
     nvme = {"path": "/mnt/kv", "capacity": "2TiB"}
     config = StoreConfig.parse({**ENCODED, "nvme": nvme})
-    cpu, cuda, xpu = (
-        Obj(device_config=Obj(device_type=name)) for name in ("cpu", "cuda", "xpu")
-    )
+    cpu, cuda, xpu = (Obj(device_config=Obj(device_type=name)) for name in ("cpu", "cuda", "xpu"))
     assert _encodes(cpu, kv_of("bfloat16"), config) and _encodes(cuda, kv_of("bfloat16"), config)
     assert not _encodes(cpu, kv_of("uint8"), config)
     assert not _encodes(cuda, kv_of("bfloat16"), StoreConfig.parse({**RAW, "nvme": nvme}))
     with pytest.raises(ConfigError, match=r"KV is on a device of type xpu.*Set codec: none"):
-        _encodes(cuda, kv_of("bfloat16"), config)
+        _encodes(xpu, kv_of("bfloat16"), config)
