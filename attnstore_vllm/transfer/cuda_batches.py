@@ -88,7 +88,7 @@ _Kind = tuple[Rule, tuple[BatchPart, ...]]
 def _plain(
     copy: Copy, native_copies: Any, pages: Pages, rows: Rows, rules: Rules, copier: Any
 ) -> _Kind:
-    """Of one kind, whose bytes stay as they are."""
+    """A kind of layers whose bytes stay as they are."""
     parts = _directly(copier, getattr(native_copies, copy.name), pages, rows)
     rule = choose(rules, copy, _run_bytes(copier, pages, [part.native for part in parts]))
     if rule.method is Method.BUFFER:
@@ -102,7 +102,7 @@ def _plain(
 def _coded(
     copy: Copy, native_copies: Any, pages: Pages, rows: Rows, rules: Rules, copier: Any
 ) -> _Kind:
-    """Of one kind, of which pages are encoded or decoded."""
+    """A kind of layers whose pages are encoded or decoded."""
     if copy is Copy.LOAD and copier.span_pages:
         parts = _all_through_spans(copier, native_copies, pages)
         fills = [fill.native for part in parts for fill in part.fills]
@@ -117,7 +117,7 @@ def _coded(
 
 
 def _run_bytes(copier: Any, pages: Pages, batches: Sequence[Any]) -> float:
-    """Of a run of one layer, on average."""
+    """The length of a run in one layer, on average."""
     num_runs = sum(batch.num_runs for batch in batches)
     return float(len(pages) * copier.page_bytes / max(1, num_runs))
 

@@ -88,8 +88,8 @@ class Cells:
         return LoadWord(int(self._memory.data_ptr()) + number * _WORD_BYTES, check)
 
     def check_of(self, pages: Pages, layers: range) -> Check:
-        """Of a save that writes these cells: raises DoesNotFitError. To be called when it is over,
-        before the slots are used for anything else."""
+        """The check of a save that writes these cells: raises DoesNotFitError. To be called when it
+        is over, before the slots are used for anything else."""
 
         def check() -> None:
             if not self._words[_WORDS]:

@@ -143,9 +143,7 @@ class CudaEngine:
                 is_encoded=geometry.is_encoded,
             )
             self._copiers = [self._make_copier(i, of_kind) for i, of_kind in enumerate(numbers)]
-            self._tables = {copy: TableRing(self._device) for copy in (Copy.LOAD, Copy.SAVE)}
-            self._tables[Copy.DRAIN] = self._tables[Copy.SAVE]
-            self._tables[Copy.GATHER] = TableRing(self._device)
+            self._tables = self._make_tables()
             self._numbers = count(1)
             self._load_times = StopWatch()
             self._model_waits = StopWatch()
@@ -164,9 +162,7 @@ class CudaEngine:
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
             self.token_movers = self._make_token_movers(numbers, layouts, rotations)
-            for group, rotation in enumerate(rotations if self.token_movers else ()):
-                why_not = check_moves(self, rotation, group, *place)
-                self.why_not_moved = self.why_not_moved or why_not
+            self._check_moves(rotations, place)
             undo.pop_all()
 
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
@@ -367,6 +363,17 @@ class CudaEngine:
         return torch.cuda.current_stream(self._device)
 
     # ---- what it is made of ------------------------------------------------------------
+
+    def _check_moves(
+        self, rotations: Sequence[Rotation], place: tuple[Geometry, int, int, int, int]
+    ) -> None:
+        for group, rotation in enumerate(rotations if self.token_movers else ()):
+            why_not = check_moves(self, rotation, group, *place)
+            self.why_not_moved = self.why_not_moved or why_not
+
+    def _make_tables(self) -> dict[Copy, TableRing]:
+        loads, saves, gathers = (TableRing(self._device) for _ in range(3))
+        return {Copy.LOAD: loads, Copy.SAVE: saves, Copy.DRAIN: saves, Copy.GATHER: gathers}
 
     def _make_buffer(self, num_rows: int) -> torch.Tensor:
         """[layers][rows][bytes that a page of the layer has in a slot], flat;

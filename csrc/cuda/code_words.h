@@ -8,6 +8,8 @@
 // It encodes whole pages, group after group: where escapes go depends on those before them.
 //
 // What is read is trusted in nothing: all addresses are within the cell and the page.
+//
+// It is long since it has both directions, which share the places of all parts.
 #pragma once
 
 #include <cstdint>

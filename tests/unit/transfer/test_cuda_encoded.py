@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slots that keep pages encoded, on CUDA over the fake driver: the kernels' cells are those of the
-CPU's copies byte for byte, every bit comes back by every way, and what does not fit is told."""
+CPU's copies byte for byte, every bit comes back by every way, and what does not fit is told.
+
+It is long since every way of a copy is tried with every kind of page."""
 
 from __future__ import annotations
 
