@@ -34,7 +34,13 @@ import torch
 
 from attnstore_lab.bench.environment import machine
 from attnstore_lab.bench.summary import table
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_read_buffer, cuda_tables
+from attnstore_vllm.transfer import (
+    cuda_cells,
+    cuda_engine,
+    cuda_events,
+    cuda_read_buffer,
+    cuda_tables,
+)
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.geometry import Geometry
 from attnstore_vllm.transfer.layout import LayerLayout
@@ -193,7 +199,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     with ExitStack() as undo:
         library = undo.enter_context(free_driver())
         counts = (ctypes.c_uint64 * len(CALLS))()
-        for module in (cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
+        for module in (cuda_cells, cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
             undo.enter_context(mock.patch.object(module, "torch", calls.torch()))
         for check in ("check_engine", "check_moves"):
             undo.enter_context(mock.patch.object(cuda_engine, check, return_value=None))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = ["what", "how", "value", "goal", "met", "detail"]
-PARTS = ["bytes", "rules", "speed", "beside", "moves", "logits"]
+PARTS = ["bytes", "rules", "speed", "encoded", "beside", "moves", "logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ def parts(size: Size) -> dict[str, Callable[[], Iterable[Row]]]:
         bandwidth,
         beside,
         correctness,
+        encoded,
         first_logits,
         moved_numbers,
         moves,
@@ -93,6 +94,9 @@ def parts(size: Size) -> dict[str, Callable[[], Iterable[Row]]]:
         "rules": lambda: rules.measure(size.tokens, size.rounds),
         "speed": lambda: (
             row for shape in shapes for row in bandwidth.measure(shape, size.tokens, size.rounds)
+        ),
+        "encoded": lambda: (
+            row for shape in shapes for row in encoded.measure(shape, size.tokens, size.rounds)
         ),
         "beside": lambda: (
             row

@@ -178,6 +178,26 @@ FAULTS = (
         "piece < job.num_pieces; piece += groups", "piece + 1 < job.num_pieces; piece += groups",
     ),
     Fault(
+        "cells of a layer are the next one's", "csrc/cuda/code_words.h",
+        "const std::uint32_t layer = quotient(of_layers, job.num_pages);",
+        "const std::uint32_t layer = quotient(of_layers + 1, job.num_pages);",
+    ),
+    Fault(
+        "the last groups of cells are left out", "csrc/cuda/code_words.h",
+        "for (std::uint32_t part = thread / kWarpLanes; part < job.num_parts;",
+        "for (std::uint32_t part = thread / kWarpLanes; part + 1 < job.num_parts;",
+    ),
+    Fault(
+        "a row has the bytes of a page", ENGINE,
+        "self.num_rows * sum(self._geometry.cells[:first])",
+        "self.num_rows * sum(self._geometry.regions[:first])",
+    ),
+    Fault(
+        "tokens are moved out of the chunk before", "attnstore_vllm/transfer/cuda_cells.py",
+        "super().give(runs, layers, ring, stream)",
+        "super().give(parts[0][1], layers, ring, stream)",
+    ),
+    Fault(
         "a page is taken for aligned that is not", "csrc/copy/page_runs.cpp",
         "return bits % 4 == 0 ? 4 : 1;", "return 4;",
     ),

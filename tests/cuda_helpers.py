@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_read_buffer, cuda_tables
+from attnstore_vllm.transfer import (
+    cuda_cells,
+    cuda_engine,
+    cuda_events,
+    cuda_read_buffer,
+    cuda_tables,
+)
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import RULES, Method, Rules, only
 from attnstore_vllm.transfer.cuda_read_buffer import ReadSize
@@ -142,7 +148,7 @@ def moves(*runs: tuple[int, int, int, int, int, int]) -> Moved:
 def install(monkeypatch: pytest.MonkeyPatch, seed: int = 3) -> FakeGpu:
     """From here on CudaEngine is over a fake."""
     gpu = FakeGpu(seed)
-    for module in (cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
+    for module in (cuda_cells, cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
         monkeypatch.setattr(module, "torch", gpu.torch())
     monkeypatch.setattr(cuda_engine, "native_module", native_module)
     return gpu

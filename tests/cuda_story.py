@@ -210,9 +210,7 @@ class RankStory:
             self.engine.wait(event)
         for slot, within, _ in pages:
             self.value = (self.value + 1) % 100
-            for layer, in_slots in enumerate(self.rank.in_slots):
-                in_slots[slot, within] = self.value
-                self.rank.pages[layer][slot, within] = self.value
+            self.rank.put_in_slot(int(slot), int(within), self.value)
 
     def give(
         self, begin: Callable[[range], Any], parts: list[range] | None = None

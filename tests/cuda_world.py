@@ -4,6 +4,7 @@ several kernel blocks, layers of two kinds; and what must be in HBM and in the s
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,17 +16,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnstore_vllm.transfer import cuda_engine, cuda_events, cuda_read_buffer, cuda_tables
+from attnstore_vllm.transfer import (
+    cuda_cells,
+    cuda_engine,
+    cuda_events,
+    cuda_read_buffer,
+    cuda_tables,
+)
 from attnstore_vllm.transfer.cuda_engine import CudaEngine
 from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rule, Rules
 from attnstore_vllm.transfer.cuda_read_buffer import NO_SPANS, ReadSize
 from attnstore_vllm.transfer.cuda_tables import TableRing
-from attnstore_vllm.transfer.engine import Rotation
+from attnstore_vllm.transfer.encoded import DecodedChunk
+from attnstore_vllm.transfer.engine import Rotation, page_copier
 from attnstore_vllm.transfer.geometry import Geometry, Group
 from attnstore_vllm.transfer.layout import LayerLayout, describe
 from attnstore_vllm.transfer.page_content import probe
 from attnstore_vllm.transfer.rope import Rope
-from tests.engine_helpers import Bytes, new_slots
+from tests.engine_helpers import Bytes, new_slots, table
 from tests.fake_driver import native_module
 from tests.fake_gpu import FakeGpu
 
@@ -37,6 +45,8 @@ LAYOUTS = {
 """Those of vLLM's KVCacheLayout, and two that are none: [layer, block, head, token, content]."""
 TYPES = {torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32}
 """As wide as fp8, bf16 and float32."""
+ONE = 0x3F80
+"""As the bits of bfloat16."""
 ROTATED = {torch.int16: torch.bfloat16, torch.int32: torch.float32}
 
 
@@ -58,12 +68,14 @@ class KvKind:
         item = np.dtype(TYPES[self.dtype]).itemsize
         return self.heads * self.kernel_tokens * self.content * item
 
-    def tensor(self, blocks: int) -> torch.Tensor:
-        """[layers, kernel's blocks, heads, tokens, content], random."""
+    def tensor(self, blocks: int, *, is_encoded: bool = False) -> torch.Tensor:
+        """[layers, kernel's blocks, heads, tokens, content], random: what is encoded is bfloat16
+        from 1 to 2, of which a page always fits in its cell."""
         order = LAYOUTS[self.layout]
         sizes = (self.layers, blocks, self.heads, self.kernel_tokens, self.content)
         info = torch.iinfo(self.dtype)
-        stored = torch.randint(info.min, info.max, [sizes[axis] for axis in order])
+        first, last = (ONE, ONE + 128) if is_encoded else (info.min, info.max)
+        stored = torch.randint(first, last, [sizes[axis] for axis in order])
         return stored.to(self.dtype).permute([order.index(axis) for axis in range(5)])
 
 
@@ -83,6 +95,7 @@ class Shape:
     moves: bool
     ring_words: int | None
     read_size: ReadSize = NO_SPANS
+    is_encoded: bool = False
 
     @property
     def layers(self) -> int:
@@ -104,6 +117,7 @@ def draw_shape(random: Random) -> Shape:
     ]  # fmt: skip
     moves = len(kinds) == 1 and kinds[0].dtype in ROTATED and kinds[0].content >= 4
     kernel_blocks = random.choice([1, 1, 2, 4])
+    is_encoded = all(kind.dtype is torch.int16 for kind in kinds) and random.random() < 0.5
     return Shape(
         tuple(kinds),
         kernel_blocks,
@@ -115,6 +129,7 @@ def draw_shape(random: Random) -> Shape:
         moves=moves and random.random() < 0.7,
         ring_words=random.choice([None, 400, 700] if moves else [None, 8, 20]),
         read_size=draw_read_size(random, [kernel_blocks * kind.block_bytes for kind in kinds]),
+        is_encoded=is_encoded,
     )
 
 
@@ -161,7 +176,7 @@ def installed(gpu: FakeGpu) -> Iterator[None]:
     """CudaEngine is over the fake."""
     with ExitStack() as undo:
         stand_in = gpu.torch()
-        for module in (cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
+        for module in (cuda_cells, cuda_engine, cuda_events, cuda_read_buffer, cuda_tables):
             undo.enter_context(mock.patch.object(module, "torch", stand_in))
         undo.enter_context(mock.patch.object(cuda_engine, "native_module", native_module))
         yield
@@ -173,7 +188,10 @@ class Rank:
     def __init__(self, gpu: FakeGpu, shape: Shape, rank: int, slots: Bytes, random: Random) -> None:
         self.gpu, self.shape, self.rank = gpu, shape, rank
         self.enter()
-        self.kv = [kind.tensor(shape.blocks * shape.kernel_blocks) for kind in shape.kinds]
+        self.kv = [
+            kind.tensor(shape.blocks * shape.kernel_blocks, is_encoded=shape.is_encoded)
+            for kind in shape.kinds
+        ]
         gpu.hold(*self.kv)
         layers = [layer for kv in self.kv for layer in kv]
         layouts = [describe(f"layer {i}", kv, shape.blocks) for i, kv in enumerate(layers)]
@@ -202,14 +220,25 @@ class Rank:
             tables[Copy.DRAIN] = tables[Copy.SAVE]
         part = slots[:, self.geometry.part_at(rank) :]
         self.pages = []
-        """Of each layer, [slots, blocks of the chunk, page bytes]: the slots themselves."""
-        for layer, page_bytes in enumerate(self.geometry.regions):
-            region = part[:, self.geometry.region_at(layer) :][:, : shape.within * page_bytes]
-            self.pages.append(region.reshape(shape.slots, shape.within, page_bytes))
+        """Of each layer, [slots, blocks of the chunk, bytes of a page or its cell]: the slots
+        themselves."""
+        for layer, cell_bytes in enumerate(self.geometry.cells):
+            region = part[:, self.geometry.region_at(layer) :][:, : shape.within * cell_bytes]
+            self.pages.append(region.reshape(shape.slots, shape.within, cell_bytes))
             assert np.shares_memory(self.pages[-1], slots)
         self.places = token_places(shape, rotations)
         self.hbm = [self.read(layer) for layer in range(shape.layers)]
-        self.in_slots = [pages.copy() for pages in self.pages]
+        sizes = (shape.slots, shape.within)
+        self.in_slots: list[Bytes] = [
+            np.zeros((*sizes, r), np.uint8) for r in self.geometry.regions
+        ]
+        if shape.is_encoded:
+            self.chunk = DecodedChunk(self.geometry)
+            into = self.chunk.layouts()
+            self.codes = page_copier(slots.ctypes.data, shape.slots, rank, self.geometry, into)
+            for slot in range(shape.slots):
+                for block in range(shape.within):
+                    self.put_in_slot(slot, block, block)
 
     def enter(self) -> None:
         self.gpu.use(self.rank)
@@ -225,10 +254,33 @@ class Rank:
 
     def put(self, layer: int, block: int, value: int) -> None:
         """As the model does with a block that is its own; on its stream."""
-        self.blocks[layer][block] = value
+        self.blocks[layer][block] = self._number(value)
 
     def expect(self, layer: int, block: int, value: int) -> None:
-        self.hbm[layer][block].view(self._numbers(layer))[:] = value
+        self.hbm[layer][block].view(self._numbers(layer))[:] = self._number(value)
+
+    def _number(self, value: int) -> int:
+        return ONE + value if self.shape.is_encoded else value
+
+    def put_in_slot(self, slot: int, block: int, value: int) -> None:
+        """As another program would, and what is expected: of all layers."""
+        for layer, in_slots in enumerate(self.in_slots):
+            in_slots[slot, block].view(self._numbers(layer))[:] = self._number(value)
+            if not self.shape.is_encoded:
+                self.pages[layer][slot, block] = in_slots[slot, block]
+        if self.shape.is_encoded:
+            self._encode(slot, [block])
+
+    def _encode(self, slot: int, blocks: list[int]) -> None:
+        """What is expected of these blocks, into the slot."""
+        for layer, layout in enumerate(self.chunk.layouts()):
+            for block in blocks:
+                page = self.in_slots[layer][slot, block]
+                ctypes.memmove(
+                    layout.base + block * layout.block_stride, page.ctypes.data, page.size
+                )
+        pages = table(*((slot, block, block) for block in blocks))
+        assert not self.codes.save(pages, 0, self.shape.layers)
 
     def _numbers(self, layer: int) -> Any:
         return TYPES[self.blocks[layer].dtype]
@@ -249,7 +301,13 @@ class Rank:
         for layer in range(self.shape.layers):
             if not np.array_equal(self.read(layer), self.hbm[layer]):
                 found.append(f"rank {self.rank}, layer {layer}: HBM")
-            if not np.array_equal(self.pages[layer], self.in_slots[layer]):
+        cells = [pages.copy() for pages in self.pages]
+        if self.shape.is_encoded:  # the same pages have the same bytes
+            for slot in range(self.shape.slots):
+                self._encode(slot, list(range(self.shape.within)))
+        wanted = self.pages if self.shape.is_encoded else self.in_slots
+        for layer, (had, want) in enumerate(zip(cells, wanted, strict=True)):
+            if not np.array_equal(had, want):
                 found.append(f"rank {self.rank}, layer {layer}: slots")
         return found
 
@@ -270,7 +328,13 @@ def token_places(shape: Shape, rotations: list[Rotation]) -> npt.NDArray[np.int6
 def geometry_of(shape: Shape, layouts: list[LayerLayout]) -> Geometry:
     regions = tuple(layout.page_bytes for layout in layouts)
     group = Group(shape.block_tokens, tuple(f"layer {i}" for i in range(shape.layers)))
-    return Geometry(shape.ranks, regions, (group,), shape.within * shape.block_tokens)
+    return Geometry(
+        shape.ranks,
+        regions,
+        (group,),
+        shape.within * shape.block_tokens,
+        is_encoded=shape.is_encoded,
+    )
 
 
 def make_ranks(gpu: FakeGpu, shape: Shape, random: Random) -> tuple[Bytes, list[Rank]]:

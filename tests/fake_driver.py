@@ -64,7 +64,7 @@ def compile_module(csrc: Path, flags: Sequence[str] = ()) -> Path:
     system = (sysconfig.get_path("include"), pybind11.get_include())
     options = [*flags, f"-I{csrc}", *(f"-isystem{path}" for path in system)]
     partial = library.with_suffix(f".{os.getpid()}")
-    objects = [partial.with_suffix(f".{i}.o") for i in range(len(SOURCES))]
+    objects = [partial.with_name(f"{partial.name}.{i}.o") for i in range(len(SOURCES))]
     compiler = os.environ.get("CXX", "c++")
     running = [
         subprocess.Popen(

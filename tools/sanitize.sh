@@ -17,6 +17,7 @@ codec="$codec codec/prefix_code.cpp"
 quantized="tests/test_quantized.cpp codec/quantized.cpp"
 encoded="tests/test_encoded.cpp codec/page_codec.cpp copy/encoded_copier.cpp"
 encoded="$encoded copy/page_runs.cpp copy/stream_copy.cpp copy/omp_team.cpp"
+cells="tests/test_code_words.cpp cuda/copy_jobs.cpp copy/page_runs.cpp codec/page_codec.cpp"
 keys="tests/test_chunk_keys.cpp index/chunk_keys.cpp index/blake3.cpp"
 words="tests/test_page_words.cpp copy/page_runs.cpp cuda/copy_jobs.cpp"
 rotator="rotate/page_rotator.cpp rotate/moved_tokens.cpp copy/page_runs.cpp copy/omp_team.cpp"
@@ -76,6 +77,9 @@ for kind in ${*:-address,undefined thread}; do
   # shellcheck disable=SC2086
   "$CXX" $flags -fsanitize="$kind" $recover $encoded -ldl -o "$out/encoded"
   "$out/encoded" "${ATTNSTORE_CODEC_INPUTS:-20000}"
+  # shellcheck disable=SC2086
+  "$CXX" $flags -fsanitize="$kind" $recover $cells -o "$out/cells"
+  "$out/cells" "${ATTNSTORE_CODEC_INPUTS:-20000}"
   # Not under ThreadSanitizer: one thread calls it, and Python is not built for that.
   if [ "$stories" -gt 0 ] && [ "$kind" != thread ]; then
     (

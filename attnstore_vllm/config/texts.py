@@ -63,8 +63,8 @@ SETTINGS = (
     Setting(
         "dram.codec", "none", "none, lossless",
         "How KV is encoded in DRAM: lossless takes 0.74 of the bytes, and gives back every bit. "
-        "NVMe and the shared tier then hold the encoded bytes as well. It is for bfloat16 on "
-        "vLLM's CPU build: other KV stays as it is, and a GPU is refused.",
+        "NVMe and the shared tier then hold the encoded bytes as well. It is for bfloat16, other "
+        "KV stays as it is; no GPU has run it.",
         "Set lossless where DRAM or the disk is too small: each copy takes processor time. Leave "
         "out nvme.codec and audit then: no hit is audited. What was stored before is not found.",
     ),

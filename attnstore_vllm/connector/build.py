@@ -176,10 +176,10 @@ def _encodes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: St
     if config.dram_codec == NONE:
         return False
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise ConfigError(
             f"dram.codec is {config.dram_codec}, but KV is on a device of type {device}, whose "
-            "copies encode nothing; expected cpu. Set codec: none"
+            "copies encode nothing; expected cpu or cuda. Set codec: none"
         )
     return is_bfloat16(kv_cache_config)
 

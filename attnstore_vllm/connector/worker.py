@@ -333,7 +333,7 @@ class Worker:
             from attnstore_vllm.transfer.cuda_engine import CudaEngine  # noqa: PLC0415
 
             device_bytes = torch.cuda.get_device_properties(device).total_memory
-            num_rows = self._write_buffer_bytes(device_bytes) // self.geometry.block_bytes
+            num_rows = self._write_buffer_bytes(device_bytes) // sum(self.geometry.cells)
             engine: CopyEngine = CudaEngine(
                 *self.place(),
                 layouts,

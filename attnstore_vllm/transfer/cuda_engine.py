@@ -27,6 +27,7 @@ import torch
 from attnstore_vllm.config.values import format_size
 from attnstore_vllm.errors import ConfigError, CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_batches import Batch, make_batch
+from attnstore_vllm.transfer.cuda_cells import Cells, Check, DecodedMover, LoadWord
 from attnstore_vllm.transfer.cuda_events import CudaEvent, FailedEvent, StopWatch, copy_error
 from attnstore_vllm.transfer.cuda_kernels import load_kernels, native_module
 from attnstore_vllm.transfer.cuda_methods import Copy, Method, ReadOrder, Rules, find_rules
@@ -35,6 +36,7 @@ from attnstore_vllm.transfer.cuda_pool import LockedPool
 from attnstore_vllm.transfer.cuda_read_buffer import ReadSize, make_read_buffer
 from attnstore_vllm.transfer.cuda_selftest import check_engine, check_moves
 from attnstore_vllm.transfer.cuda_tables import TableRing
+from attnstore_vllm.transfer.encoded import DecodedChunk
 from attnstore_vllm.transfer.engine import (
     Pages,
     Rotation,
@@ -55,6 +57,7 @@ logger = logging.getLogger(__name__)
 _LOADS, _SAVES, _MODEL = "loads", "saves", "model"
 """Lanes of events."""
 _NO_ROWS = np.empty(0, np.int64)
+_NO_WORD = LoadWord(0, lambda: None)
 _STREAMS_TRIED = 64
 
 
@@ -72,12 +75,14 @@ class CudaEngine:
         slots_base: address of the pool's slot 0 in this process; the slots are page-locked from
             here to close(), and mapped: the first `num_slots` of them, if the driver refuses more.
         layouts: of the layers, in the order in which slots hold them; addresses on `device`.
-        num_rows: of the write buffer, which take the bytes of a block in HBM each; 0: none.
+        num_rows: of the write buffer, each of which takes a block's bytes as slots have them; 0:
+            none.
         rules: which way copies go; may be assigned to at any time. None: find_rules().
         rotations: of each group; empty where nothing is moved.
         borders: slots at which another file of the pool begins (SharedPool.borders).
-        read_size: of the read buffer. None: READ_SIZE if a rule says that loads go through it, else
-            there is none; without one they go by DMA.
+        read_size: of the read buffer. None: READ_SIZE if a rule says that loads go through it, or
+            slots keep pages encoded, else there is none; without one they go by DMA, and what is
+            encoded by the kernel.
     Raises: UnsupportedError if this machine, or this build, cannot copy, or copies wrongly;
         ConfigError if there is too little HBM.
         IndexError from load(), move(), save(), gather() and drain(), before anything is copied, for
@@ -122,17 +127,23 @@ class CudaEngine:
             self.num_slots = num_slots = pool.num_slots
             self._kernels = load_kernels(self._native, index)
             numbers = page_numbers(pool.seen, num_slots, rank, geometry, layouts)
+            self._cells = (
+                Cells(slots_base, num_slots, rank, geometry) if geometry.is_encoded else None
+            )
             self._kinds = kinds_of(layouts)
             self._arrays: list[torch.Tensor] = []
             """Numbers that native code reads in HBM."""
             self._loads, self._saves, fills = self._make_streams()
             self.read_buffer = make_read_buffer(
-                self._device, read_size, self.rules, fills, self._loads
+                self._device,
+                read_size,
+                self.rules,
+                fills,
+                self._loads,
+                is_encoded=geometry.is_encoded,
             )
             self._copiers = [self._make_copier(i, of_kind) for i, of_kind in enumerate(numbers)]
-            self._tables = {copy: TableRing(self._device) for copy in (Copy.LOAD, Copy.SAVE)}
-            self._tables[Copy.DRAIN] = self._tables[Copy.SAVE]
-            self._tables[Copy.GATHER] = TableRing(self._device)
+            self._tables = self._make_tables()
             self._numbers = count(1)
             self._load_times = StopWatch()
             self._model_waits = StopWatch()
@@ -150,10 +161,8 @@ class CudaEngine:
             """Behind the latest load, if nothing was given to its stream since."""
             place = (geometry, slots_base, num_slots, rank, layouts[0].num_blocks)
             check_engine(self, *place)
-            self.token_movers = self._make_token_movers(numbers[0], rotations)
-            for group, rotation in enumerate(rotations if self.token_movers else ()):
-                why_not = check_moves(self, rotation, group, *place)
-                self.why_not_moved = self.why_not_moved or why_not
+            self.token_movers = self._make_token_movers(numbers, layouts, rotations)
+            self._check_moves(rotations, place)
             undo.pop_all()
 
     # ---- transfer.engine.CopyEngine ----------------------------------------------------
@@ -177,10 +186,11 @@ class CudaEngine:
             if start is None:
                 start = self._load_times.start(self._loads)
                 self.read_buffer.comes_after(start)
-            self._copy(Copy.LOAD, pages, _NO_ROWS, layers, self._loads)
+            word = self._cells.load_word() if self._cells else _NO_WORD
+            self._copy(Copy.LOAD, pages, _NO_ROWS, layers, self._loads, word.address)
             stop = self._load_times.stop(start, self._loads, num_bytes)
             self._load_ended = stop
-            return self._event(Copy.LOAD, stop)
+            return self._event(Copy.LOAD, stop, word.check if self._cells else None)
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
@@ -192,25 +202,27 @@ class CudaEngine:
         try:
             self._loads.wait_stream(self._model())
             start = self._load_times.start(self._loads)
-            ring = self._tables[Copy.LOAD]
-            self.token_movers[group].give(moved, layers, ring, self._loads.cuda_stream)
+            ring, handle = self._tables[Copy.LOAD], self._loads.cuda_stream
+            word = self._cells.load_word() if self._cells else _NO_WORD
+            self.token_movers[group].give(moved, layers, ring, handle, word.address)
             stop = self._load_times.stop(start, self._loads, num_bytes)
-            return self._event(Copy.LOAD, stop)
+            return self._event(Copy.LOAD, stop, word.check if self._cells else None)
         except RuntimeError as error:
             return self._failed(self._loads, error)
 
     def save(self, pages: Pages, layers: range) -> StreamEvent:
         try:
             self._saves.wait_stream(self._model())
-            self._copy(Copy.SAVE, pages, _NO_ROWS, layers, self._saves)
-            return self._event(Copy.SAVE, self._saves.record_event())
+            self._copy(Copy.SAVE, pages, _NO_ROWS, layers, self._saves, self._misfit_word())
+            check = self._cells.check_of(pages, layers) if self._cells else None
+            return self._event(Copy.SAVE, self._saves.record_event(), check)
         except RuntimeError as error:
             return self._failed(self._saves, error)
 
     def gather(self, pages: Pages, rows: Rows, layers: range) -> None:
         model = self._model()
         try:
-            self._copy(Copy.GATHER, pages, rows, layers, model)
+            self._copy(Copy.GATHER, pages, rows, layers, model, self._misfit_word())
             event = model.record_event()
             self._tables[Copy.GATHER].used_until(event)
             self._gathered[model.cuda_stream] = event
@@ -227,7 +239,8 @@ class CudaEngine:
             for event in self._gathered.values():
                 self._saves.wait_event(event)
             self._copy(Copy.DRAIN, pages, rows, layers, self._saves)
-            return self._event(Copy.DRAIN, self._saves.record_event())
+            check = self._cells.check_of(pages, layers) if self._cells else None
+            return self._event(Copy.DRAIN, self._saves.record_event(), check)
         except RuntimeError as error:
             return self._failed(self._saves, error)
 
@@ -269,14 +282,25 @@ class CudaEngine:
             logger.error("the GPU could not complete its copies: %s", error)
         self._pool.close()
         self._tables.clear()
+        self._cells = None
         del self._buffer, self.read_buffer
 
     # ---- one copy ----------------------------------------------------------------------
 
     def _copy(
-        self, copy: Copy, pages: Pages, rows: Rows, layers: range, stream: torch.cuda.Stream
+        self,
+        copy: Copy,
+        pages: Pages,
+        rows: Rows,
+        layers: range,
+        stream: torch.cuda.Stream,
+        failed: int = 0,
     ) -> None:
-        """Append a copy to `stream`, kind by kind. Raises RuntimeError if CUDA refuses it."""
+        """Append a copy to `stream`, kind by kind. Raises RuntimeError if CUDA refuses it.
+
+        Args:
+            failed: address of the word for what cannot be encoded or decoded.
+        """
         assert layers.step == 1
         check_layers(layers, self._geometry.num_layers)
         batch, ring, handle = self._batch(copy, pages, rows), self._tables[copy], stream.cuda_stream
@@ -286,7 +310,7 @@ class CudaEngine:
             of_kind = kind.within(layers)
             for part in parts if of_kind else ():
                 if rule.method is Method.BUFFER:
-                    self.read_buffer.give(copier, rule, part, of_kind, ring)
+                    self.read_buffer.give(copier, rule, part, of_kind, ring, failed)
                     continue
                 if rule.method is Method.DMA:
                     is_early = rule.order is ReadOrder.ANY
@@ -301,6 +325,7 @@ class CudaEngine:
                     staged.host,
                     rule.thread_blocks,
                     handle,
+                    failed,
                 )
                 ring.was_given()
 
@@ -325,19 +350,35 @@ class CudaEngine:
             logger.debug("the stream of a failed copy has failed as well")
         return FailedEvent(copy_error(error))
 
-    def _event(self, copy: Copy, event: torch.cuda.Event) -> CudaEvent:
+    def _event(self, copy: Copy, event: torch.cuda.Event, check: Check | None = None) -> CudaEvent:
         """`event` was just recorded on the copy's stream."""
         self._tables[copy].used_until(event)
-        return CudaEvent(event, _LOADS if copy is Copy.LOAD else _SAVES, next(self._numbers))
+        lane = _LOADS if copy is Copy.LOAD else _SAVES
+        return CudaEvent(event, lane, next(self._numbers), check)
+
+    def _misfit_word(self) -> int:
+        return self._cells.misfit_word if self._cells else 0
 
     def _model(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
     # ---- what it is made of ------------------------------------------------------------
 
+    def _check_moves(
+        self, rotations: Sequence[Rotation], place: tuple[Geometry, int, int, int, int]
+    ) -> None:
+        for group, rotation in enumerate(rotations if self.token_movers else ()):
+            why_not = check_moves(self, rotation, group, *place)
+            self.why_not_moved = self.why_not_moved or why_not
+
+    def _make_tables(self) -> dict[Copy, TableRing]:
+        loads, saves, gathers = (TableRing(self._device) for _ in range(3))
+        return {Copy.LOAD: loads, Copy.SAVE: saves, Copy.DRAIN: saves, Copy.GATHER: gathers}
+
     def _make_buffer(self, num_rows: int) -> torch.Tensor:
-        """[layers][rows][page bytes of the layer], flat; csrc/copy/page_map.h."""
-        num_bytes = num_rows * self._geometry.block_bytes
+        """[layers][rows][bytes that a page of the layer has in a slot], flat;
+        csrc/copy/page_map.h."""
+        num_bytes = num_rows * sum(self._geometry.cells)
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
@@ -348,12 +389,19 @@ class CudaEngine:
 
     def _make_copier(self, number: int, numbers: dict[str, Any]) -> Any:
         """Args: number: of the kind of pages."""
-        before = sum(self._geometry.regions[: self._kinds[number].first])
-        rows_base = self._buffer.data_ptr() + self.num_rows * before
+        first = self._kinds[number].first
+        rows_base = self._buffer.data_ptr() + self.num_rows * sum(self._geometry.cells[:first])
         shape = self._native.PageShape(**numbers, rows_base=rows_base, num_rows=self.num_rows)
         spans = self._native.ReadSpans(*self.read_buffer.place())
-        arrays = self._native.PageCopier.arrays_of(shape, spans)
-        return self._native.PageCopier(shape, spans, **self._on_device(arrays))
+        return self._copier_of(shape, spans, first)
+
+    def _copier_of(self, shape: Any, spans: Any, layer: int) -> Any:
+        """Args: layer: one of those that it copies."""
+        cell_bytes = self._geometry.cells[layer] if self._geometry.is_encoded else 0
+        arrays = self._native.PageCopier.arrays_of(shape, spans, cell_bytes)
+        return self._native.PageCopier(
+            shape, spans, **self._on_device(arrays), cell_bytes=cell_bytes
+        )
 
     def _on_device(self, numbers: list[int]) -> dict[str, Any]:
         """The kernels, and where these numbers are from now on in their device's memory."""
@@ -361,12 +409,19 @@ class CudaEngine:
         return {"kernels": self._kernels, "arrays": self._arrays[-1].data_ptr()}
 
     def _make_token_movers(
-        self, numbers: dict[str, Any], rotations: Sequence[Rotation]
+        self,
+        of_kinds: Sequence[dict[str, Any]],
+        layouts: Sequence[LayerLayout],
+        rotations: Sequence[Rotation],
     ) -> list[TokenMover]:
         """One for each group; none if a rotation does not go with these pages."""
-        native, movers = self._native, []
-        on_device = self._on_device([*numbers["layer_bases"], *numbers["run_offsets"]])
+        native, numbers = self._native, of_kinds[0]
+        movers: list[TokenMover] = []
         assert len(self._kinds) == 1 or not rotations, "K of several kinds cannot be rotated"
+        decoder = None
+        if rotations and self._geometry.is_encoded:
+            decoder, numbers = self._make_decoder(numbers, layouts)
+        on_device = self._on_device([*numbers["layer_bases"], *numbers["run_offsets"]])
         for group, rotation in zip(self._geometry.groups, rotations, strict=False):
             turned = rotation_numbers(rotation, group.block_tokens)
             shapes = native.PageShape(**numbers), native.RotationShape(**turned)
@@ -375,8 +430,37 @@ class CudaEngine:
             except ValueError as error:
                 self.why_not_moved = str(error)
                 return []
-            movers.append(TokenMover(rotator, len(turned["theta"])))
+            facts = (rotator, len(turned["theta"]))
+            if decoder is None:
+                movers.append(TokenMover(*facts))
+            else:
+                load = native.Copy.LOAD
+                movers.append(DecodedMover(*facts, decoder, load, group.block_tokens))
         return movers
+
+    def _make_decoder(
+        self, numbers: dict[str, Any], layouts: Sequence[LayerLayout]
+    ) -> tuple[Any, dict[str, Any]]:
+        """A copier from the slots to a chunk in HBM, and the numbers of that chunk's pages as the
+        source of moves."""
+        num_bytes = self._geometry.decoded.slot_bytes
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._arrays.append(memory)
+        chunk = DecodedChunk(self._geometry, memory.data_ptr())
+        into = kinds_of(chunk.layouts())[0].layouts
+        shape = self._native.PageShape(
+            **{
+                **numbers,
+                "layer_bases": [layout.base for layout in into],
+                "num_blocks": into[0].num_blocks,
+                "block_stride": into[0].block_stride,
+                "run_offsets": list(into[0].run_offsets),
+                "run_bytes": into[0].run_bytes,
+            }
+        )
+        decoder = self._copier_of(shape, self._native.ReadSpans(), 0)
+        (decoded,) = page_numbers(chunk.address, 1, 0, chunk.geometry, layouts)
+        return decoder, decoded
 
     def _make_streams(self) -> list[torch.cuda.Stream]:
         """For loads, for saves and for fills of the read buffer. PyTorch hands streams out of a

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -22,15 +23,24 @@ class CudaEvent:
     Args:
         lane: names the stream.
         number: how many events the stream had before it.
+        check: called once, when the copy is over; raises CopyError if it failed all the same.
     """
 
-    __slots__ = ("_is_over", "event", "lane", "number")
+    __slots__ = ("_check", "_error", "_is_over", "event", "lane", "number")
 
-    def __init__(self, event: torch.cuda.Event, lane: str, number: int) -> None:
+    def __init__(
+        self,
+        event: torch.cuda.Event,
+        lane: str,
+        number: int,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self.event = event
         self.lane = lane
         self.number = number
         self._is_over = False
+        self._check = check
+        self._error: CopyError | None = None
 
     def done(self) -> bool:
         if not self._is_over:
@@ -38,16 +48,30 @@ class CudaEvent:
                 self._is_over = bool(self.event.query())
             except RuntimeError as error:
                 raise copy_error(error) from error
+            if self._is_over:
+                self._look()
+        if self._error is not None:
+            raise self._error
         return self._is_over
 
     def wait(self) -> None:
-        if self._is_over:
-            return
+        if not self._is_over:
+            try:
+                self.event.synchronize()
+            except RuntimeError as error:
+                raise copy_error(error) from error
+            self._is_over = True
+            self._look()
+        if self._error is not None:
+            raise self._error
+
+    def _look(self) -> None:
+        check, self._check = self._check, None
         try:
-            self.event.synchronize()
-        except RuntimeError as error:
-            raise copy_error(error) from error
-        self._is_over = True
+            if check is not None:
+                check()
+        except CopyError as error:
+            self._error = error
 
 
 class FailedEvent:

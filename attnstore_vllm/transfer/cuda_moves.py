@@ -37,14 +37,21 @@ class TokenMover:
         self.thread_blocks = THREAD_BLOCKS
         self.words_at_once = WORDS_AT_ONCE
 
-    def give(self, moved: Moved, layers: range, ring: TableRing, stream: int) -> None:
-        """Append the move to `stream`; `ring` is that of its tables.
+    def check(self, moved: Moved, layers: range) -> None:
+        """Raises IndexError for what does not exist."""
+        assert layers.step == 1
+        self._native.check(moved, layers.start, layers.stop)
+
+    def give(
+        self, moved: Moved, layers: range, ring: TableRing, stream: int, failed: int = 0
+    ) -> None:
+        """Append the move to `stream`; `ring` is that of its tables. Nothing of it can fail on the
+        device.
 
         Raises: IndexError, before anything is given, for what does not exist; RuntimeError if CUDA
         refuses it.
         """
-        assert layers.step == 1
-        self._native.check(moved, layers.start, layers.stop)
+        self.check(moved, layers)
         if not len(layers):
             return
         for some in self._parts(moved):

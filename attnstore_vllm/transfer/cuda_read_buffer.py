@@ -3,9 +3,10 @@
 
 A chunk's layer is contiguous in its slot and scattered over its blocks. So it is *filled* into a
 span of the buffer by DMA, in runs as long as the slot has them, and *scattered* to its blocks by
-the kernel, which then reads HBM and not DRAM over PCIe.
+the kernel, which then reads HBM and not DRAM over PCIe. Where slots keep pages encoded, a span has
+their cells, and the kernel decodes them.
 
-    span = pages of one layer, one after the other, in the order of the load
+    span = pages of one layer, or their cells, one after the other, in the order of the load
 
 Fills have a stream of their own, so that one goes beside the scatter before it. A scatter waits for
 its fill; a fill waits for the scatter that read its span last. Spans are used by turns. What a load
@@ -79,9 +80,19 @@ class ReadBuffer:
         self._start = event
 
     def give(
-        self, copier: Any, rule: Rule, part: BatchPart, layers: range, ring: TableRing
+        self,
+        copier: Any,
+        rule: Rule,
+        part: BatchPart,
+        layers: range,
+        ring: TableRing,
+        failed: int = 0,
     ) -> None:
-        """Append a load of these layers. Raises RuntimeError if CUDA refuses it."""
+        """Append a load of these layers. Raises RuntimeError if CUDA refuses it.
+
+        Args:
+            failed: where pages are decoded on the way out of a span, of a LoadWord.
+        """
         if not part.fills:
             return
         loads = self._loads.cuda_stream
@@ -108,6 +119,7 @@ class ReadBuffer:
                     staged.device,
                     rule.thread_blocks,
                     loads,
+                    failed,
                 )
                 self._until[span] = self._loads.record_event()
 
@@ -130,14 +142,17 @@ def make_read_buffer(
     rules: Rules,
     fills: torch.cuda.Stream,
     loads: torch.cuda.Stream,
+    *,
+    is_encoded: bool = False,
 ) -> ReadBuffer:
     """The read buffer of an engine. Where HBM has no room for it, it has no spans.
 
     Args:
-        size: None: READ_SIZE if a rule says that loads go through it, else none.
+        size: None: READ_SIZE if a rule says that loads go through it, or they are decoded; else
+            none.
     """
     if size is None:
-        is_asked = any(rule.method is Method.BUFFER for rule in rules[Copy.LOAD])
+        is_asked = is_encoded or any(rule.method is Method.BUFFER for rule in rules[Copy.LOAD])
         size = READ_SIZE if is_asked else NO_SPANS
     try:
         memory = torch.empty(size.num_bytes, dtype=torch.uint8, device=device)

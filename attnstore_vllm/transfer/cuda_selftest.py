@@ -3,7 +3,8 @@
 its tokens to other positions.
 
 A build for another GPU, a driver that does not see the pool, or a layout that is not understood is
-found here and not in an answer.
+found here and not in an answer. So is a kernel that encodes or decodes otherwise than the
+processor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from attnstore_vllm.errors import CopyError, UnsupportedError
 from attnstore_vllm.transfer.cuda_methods import Method, only
-from attnstore_vllm.transfer.engine import Pages, Rotation
+from attnstore_vllm.transfer.encoded import DecodedChunk
+from attnstore_vllm.transfer.engine import Pages, Rotation, page_copier
 from attnstore_vllm.transfer.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -44,20 +46,20 @@ def check_engine(
     it was, the slot is zero after it. Raises UnsupportedError."""
     g = geometry
     pages = np.array([[num_slots - 1, g.blocks_per_chunk - 1, num_blocks - 1]], np.int64)
-    in_slot = _last_block(slots_base, num_slots, rank, g)
+    in_slot = _LastBlock(g, slots_base, num_slots, rank)
     before_rules = engine.rules
     try:
         engine.rules = only(Method.DMA)
         engine.wait(engine.save(pages, range(g.num_layers)))
-        was = _copied(in_slot)
+        was = in_slot.read()
         for method in Method:
             if method is Method.BUFFER and not engine.read_buffer.size.num_spans:
                 continue
             engine.rules = only(method)
             _check_method(engine, pages, in_slot, method)
-        _fill(in_slot, was)
+        in_slot.write(was)
         engine.wait(engine.load(pages, range(g.num_layers)))
-        _fill(in_slot, [np.zeros_like(page) for page in in_slot])
+        in_slot.clear()
     except CopyError as error:
         raise UnsupportedError(
             f"this GPU cannot copy between its memory and the pool: {error}; the server runs "
@@ -67,24 +69,22 @@ def check_engine(
         engine.rules = before_rules
 
 
-def _check_method(
-    engine: CudaEngine, pages: Pages, in_slot: Sequence[Bytes], method: Method
-) -> None:
-    layers = range(len(in_slot))
-    random = np.random.default_rng(len(method.value))
-    wanted = [random.integers(0, 256, page.shape, np.uint8) for page in in_slot]
-    _fill(in_slot, wanted)
+def _check_method(engine: CudaEngine, pages: Pages, in_slot: _LastBlock, method: Method) -> None:
+    layers = range(in_slot.num_layers)
+    wanted = in_slot.some_content(len(method.value))
+    in_slot.write(wanted)
     for layer in layers:  # as the forward pass has it
         engine.wait(engine.load(pages, range(layer, layer + 1)))
     for is_buffered in (False, True) if engine.num_rows else (False,):
-        _fill(in_slot, [~page for page in wanted])
+        in_slot.write([~page for page in wanted])
         if is_buffered:
             rows = np.array([engine.num_rows - 1], np.int64)
             engine.gather(pages, rows, layers)
             engine.wait(engine.drain(pages, rows, layers))
         else:
             engine.wait(engine.save(pages, layers))
-        wrong = [layer for layer in layers if not np.array_equal(in_slot[layer], wanted[layer])]
+        found = in_slot.read()
+        wrong = [layer for layer in layers if not np.array_equal(found[layer], wanted[layer])]
         if wrong:
             way = "through the write buffer" if is_buffered else "directly"
             raise UnsupportedError(
@@ -107,7 +107,7 @@ def check_moves(
     uses, and leaves it alike. Raises UnsupportedError if nothing can be copied after it."""
     g, block_tokens = geometry, geometry.groups[group].block_tokens
     pages = np.array([[num_slots - 1, g.blocks_per_chunk - 1, num_blocks - 1]], np.int64)
-    in_slot = _last_block(slots_base, num_slots, rank, g)
+    in_slot = _LastBlock(g, slots_base, num_slots, rank)
     layers = range(g.num_layers)
     # All tokens but the first go one place down, if there are several.
     count = max(1, block_tokens - 1)
@@ -117,8 +117,8 @@ def check_moves(
     before = _some_numbers(rotation.dtype, (g.num_layers, g.page_bytes))
     try:
         engine.wait(engine.save(pages, layers))
-        was = _copied(in_slot)
-        _fill(in_slot, list(before))
+        was = in_slot.read()
+        in_slot.write(list(before))
         engine.wait(engine.load(pages, layers))
         moved = engine.move(np.array([run], np.int64), group=group)
         why_not = None
@@ -127,10 +127,10 @@ def check_moves(
         except CopyError as error:
             why_not = f"this GPU cannot move KV to other positions: {error}"
         engine.wait(engine.save(pages, layers))
-        found = _copied(in_slot)
-        _fill(in_slot, was)
+        found = in_slot.read()
+        in_slot.write(was)
         engine.wait(engine.load(pages, layers))
-        _fill(in_slot, [np.zeros_like(page) for page in in_slot])
+        in_slot.clear()
     except CopyError as error:
         raise UnsupportedError(f"this GPU does not copy since KV was moved: {error}") from error
     if why_not is not None:
@@ -197,21 +197,66 @@ def _as_float64(dtype: str, bits: npt.NDArray[Any]) -> Floats:
     return bits.view(dtype).astype(np.float64)
 
 
-def _last_block(slots_base: int, num_slots: int, rank: int, geometry: Geometry) -> list[Bytes]:
-    """By layer, the page of the last block of the last slot, in place."""
-    g = geometry
-    part = slots_base + (num_slots - 1) * g.slot_bytes + g.part_at(rank)
-    found = []
-    for layer, page_bytes in enumerate(g.regions):
-        at = part + g.region_at(layer) + (g.blocks_per_chunk - 1) * page_bytes
-        found.append(np.ctypeslib.as_array((ctypes.c_uint8 * page_bytes).from_address(at)))
-    return found
+class _LastBlock:
+    """The last block of the last slot, in the host's memory: its pages, layer by layer, decoded
+    where slots keep them encoded."""
+
+    def __init__(self, geometry: Geometry, slots_base: int, num_slots: int, rank: int) -> None:
+        g, block = geometry, geometry.blocks_per_chunk - 1
+        self.num_layers = g.num_layers
+        self._regions = g.regions
+        part = slots_base + (num_slots - 1) * g.slot_bytes + g.part_at(rank)
+        self._cells = [
+            _bytes_at(part + g.region_at(layer) + block * cell_bytes, cell_bytes)
+            for layer, cell_bytes in enumerate(g.cells)
+        ]
+        self._codes = None
+        self._pages = self._cells
+        if g.is_encoded:
+            chunk = DecodedChunk(g)
+            self._pages = [
+                _bytes_at(layout.base + block * layout.block_stride, layout.page_bytes)
+                for layout in chunk.layouts()
+            ]
+            self._chunk = chunk
+            self._codes = page_copier(slots_base, num_slots, rank, g, chunk.layouts())
+            self._place = np.array([[num_slots - 1, block, block]], np.int64)
+
+    def some_content(self, seed: int) -> list[Bytes]:
+        """Random bytes; or numbers, of which cells have room for few exponents."""
+        random = np.random.default_rng(seed)
+        if self._codes is None:
+            return [random.integers(0, 256, size, np.uint8) for size in self._regions]
+        floats = [random.standard_normal(size // 2).astype(np.float32) for size in self._regions]
+        return [
+            (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for numbers in floats
+        ]
+
+    def write(self, content: Sequence[Bytes]) -> None:
+        for page, new in zip(self._pages, content, strict=True):
+            page[:] = new
+        if self._codes is not None and self._codes.save(self._place, 0, self.num_layers):
+            raise CopyError("what the block had does not fit in its cells")
+
+    def read(self) -> list[Bytes]:
+        """Copies. Raises CopyError where cells have not the bytes that a processor would write."""
+        if self._codes is None:
+            return [page.copy() for page in self._pages]
+        was = [cell.copy() for cell in self._cells]
+        try:
+            self._codes.load(self._place, 0, self.num_layers)
+        except RuntimeError as error:
+            raise CopyError(f"a kernel has written a page that is none: {error}") from error
+        found = [page.copy() for page in self._pages]
+        self.write(found)
+        if not all(map(np.array_equal, was, self._cells)):
+            raise CopyError("a kernel has encoded a page otherwise than a processor does")
+        return found
+
+    def clear(self) -> None:
+        for cell in self._cells:
+            cell[:] = 0
 
 
-def _copied(pages: Sequence[Bytes]) -> list[Bytes]:
-    return [page.copy() for page in pages]
-
-
-def _fill(pages: Sequence[Bytes], content: Sequence[Bytes]) -> None:
-    for page, new in zip(pages, content, strict=True):
-        page[:] = new
+def _bytes_at(address: int, num_bytes: int) -> Bytes:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))

@@ -8,6 +8,7 @@ than those.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,15 +31,15 @@ class DecodedChunk:
     """Memory of one rank's part of a slot, of pages that are not encoded.
 
     Lifetime: its address is valid as long as it is.
+
+    Args:
+        address: of geometry.decoded.slot_bytes bytes, which outlive it; None: it has its own.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, address: int | None = None) -> None:
         self.geometry = geometry.decoded
-        self._memory = np.zeros(self.geometry.slot_bytes, np.uint8)
-
-    @property
-    def address(self) -> int:
-        return self._memory.ctypes.data
+        self._memory = np.zeros(self.geometry.slot_bytes if address is None else 0, np.uint8)
+        self.address = self._memory.ctypes.data if address is None else address
 
     def layouts(self) -> list[LayerLayout]:
         """Its pages as blocks of a KV tensor: block i of the chunk is block i."""
@@ -74,15 +75,20 @@ class DecodedMoves:
 
     def load(self, moved: Moved, first_layer: int, stop_layer: int, /) -> None:
         """Raises RuntimeError where a slot holds no page."""
-        for slot in dict.fromkeys(moved[:, 0].tolist()):
-            runs = moved[moved[:, 0] == slot]
-            first = int(runs[:, 1].min()) // self._block_tokens
-            stop = -(-int((runs[:, 1] + runs[:, 2]).max()) // self._block_tokens)
-            blocks = np.arange(first, stop)
-            self._decoder.load(
-                np.stack([np.full_like(blocks, slot), blocks, blocks], axis=1),
-                first_layer,
-                stop_layer,
-            )
-            runs[:, 0] = 0
+        for pages, runs in by_chunk(moved, self._block_tokens):
+            self._decoder.load(pages, first_layer, stop_layer)
             self._rotator.load(runs, first_layer, stop_layer)
+
+
+def by_chunk(
+    moved: Moved, block_tokens: int
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Slot by slot: the pages that bring what is wanted of it into a DecodedChunk, and its runs
+    out of that one, as slot 0."""
+    for slot in dict.fromkeys(moved[:, 0].tolist()):
+        runs = moved[moved[:, 0] == slot]
+        first = int(runs[:, 1].min()) // block_tokens
+        stop = -(-int((runs[:, 1] + runs[:, 2]).max()) // block_tokens)
+        blocks = np.arange(first, stop)
+        runs[:, 0] = 0
+        yield np.stack([np.full_like(blocks, slot), blocks, blocks], axis=1), runs

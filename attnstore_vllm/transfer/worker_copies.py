@@ -320,6 +320,8 @@ class _Batch:
     events: list[StreamEvent] = field(default_factory=list)
     """Ends of the drains that are not over, in their order."""
     has_failed: bool = False
+    left_out: set[int] = field(default_factory=set)
+    """Slots whose pages did not fit in their cells."""
 
 
 class Saves:
@@ -494,8 +496,13 @@ class Saves:
                 left_out = error.slots
                 self._warn_of_misfits()
             for plan in plans:
-                is_whole = not any(copy.slot in left_out for copy in plan.copies)
-                (self._finished if is_whole else self._given_up).append(plan.plan_id)
+                self._end(plan, left_out)
+
+    def _end(
+        self, plan: TransferPlan, left_out: Collection[int], *, has_failed: bool = False
+    ) -> None:
+        is_lost = has_failed or any(copy.slot in left_out for copy in plan.copies)
+        (self._given_up if is_lost else self._finished).append(plan.plan_id)
 
     def _warn_of_misfits(self) -> None:
         """Once: a model whose KV does not fit at all would say it in each step."""
@@ -514,6 +521,9 @@ class Saves:
                 try:
                     if not batch.events[0].done():
                         break
+                except DoesNotFitError as error:
+                    batch.left_out |= error.slots
+                    self._warn_of_misfits()
                 except CopyError as error:
                     if not batch.has_failed:  # of a batch once, not a layer
                         logger.error("saves are dropped, since a copy failed: %s", error)
@@ -522,11 +532,8 @@ class Saves:
             if batch.events:
                 still.append(batch)
                 continue
-            ids = [plan.plan_id for plan in batch.plans]
-            if batch.has_failed:
-                self._given_up += ids
-            else:
-                self._finished += ids
+            for plan in batch.plans:
+                self._end(plan, batch.left_out, has_failed=batch.has_failed)
             # In their order: rows that follow each other leave in one copy.
             self._free_rows = sorted(self._free_rows + batch.rows.tolist())
         self._leaving = still

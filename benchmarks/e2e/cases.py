@@ -28,6 +28,8 @@ class Case:
     gpus: int = 1
     block_tokens: int | None = None
     """That the arguments ask for; None: what vLLM takes by itself."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of dram, beside its size."""
     reference: str = EAGER
     """The case whose answers, without the store, these should be."""
 
@@ -73,6 +75,7 @@ CASES: Final[Mapping[str, Case]] = {
     "fp8": Case(("--enforce-eager", "--kv-cache-dtype", "fp8"), reference="fp8"),
     "fp8-graphs": Case(("--kv-cache-dtype", "fp8"), reference="fp8"),
     "block-64": Case(("--enforce-eager", "--block-size", "64"), block_tokens=64),
+    "encoded": Case(settings={"codec": "lossless"}),
     "tp-2": Case(("--tensor-parallel-size", "2"), gpus=2),
 }
 

@@ -287,7 +287,7 @@ class Setup:
         if self.is_cpu:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self._bound(case.gpus)
         if store is not None:
-            arguments += ["--kv-transfer-config", self._transfer(name, store, settings or {})]
+            arguments += ["--kv-transfer-config", self._transfer(name, store, case, settings or {})]
         server = VllmServer(
             str(model or self.model),
             arguments,
@@ -307,11 +307,13 @@ class Setup:
         """One thread a core, the cores dealt out to the ranks."""
         return "|".join(",".join(map(str, self.cores[rank::ranks])) for rank in range(ranks))
 
-    def _transfer(self, name: str, store: Path, settings: dict[str, Any]) -> str:
+    def _transfer(self, name: str, store: Path, case: Case, settings: dict[str, Any]) -> str:
         """A file of settings, as users write it; with a double, vLLM's own JSON."""
         nvme = {"path": str(store), "capacity": self.size.nvme, **settings.get("nvme", {})}
         own = {"dram": self.size.dram, "compute_if_sooner": False, "audit": "off"}
         ours = {**own, **settings, "nvme": nvme}
+        if case.settings:
+            ours["dram"] = {"size": ours["dram"], **case.settings}
         if self.connector is None:
             file = self.work / f"{name}.yaml"
             file.write_text(json.dumps(ours))  # which is YAML

@@ -8,7 +8,7 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,7 @@ class KvRig:
         shape: KV is [blocks, 2, tokens, heads, dim] of bf16, one tensor a layer.
         num_rows: of the write buffer.
         moves: the engine is told how K is rotated.
+        is_encoded: slots keep pages encoded; KV is random, else it is zero.
         read_size: of the read buffer; None: as the engine's rules say.
     """
 
@@ -100,14 +101,16 @@ class KvRig:
         num_rows: int,
         seed: int = 1,
         moves: bool = False,
+        is_encoded: bool = False,
         read_size: ReadSize | None = None,
     ) -> None:
         assert num_tokens % CHUNK_TOKENS == 0
         self.shape = shape
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.num_blocks = 2 * num_tokens // BLOCK_TOKENS
-        self.geometry = Geometry.uniform(
-            1, shape.layers, BLOCK_TOKENS, shape.page_bytes, CHUNK_TOKENS
+        self.geometry = replace(
+            Geometry.uniform(1, shape.layers, BLOCK_TOKENS, shape.page_bytes, CHUNK_TOKENS),
+            is_encoded=is_encoded,
         )
         self.num_slots = num_tokens // CHUNK_TOKENS
         self._memory = mmap.mmap(-1, self.num_slots * self.geometry.slot_bytes)
@@ -131,6 +134,8 @@ class KvRig:
         )
         self.rules = self.engine.rules
         """What it does if it is not told otherwise."""
+        for kv in self.kv if is_encoded else ():
+            kv.normal_()
         ids = np.random.default_rng(seed).permutation(self.num_blocks)
         places = np.arange(num_tokens // BLOCK_TOKENS)
         per_chunk = self.geometry.blocks_per_chunk
@@ -142,7 +147,7 @@ class KvRig:
 
     @property
     def num_bytes(self) -> int:
-        """Of all pages, all layers."""
+        """Of all pages, all layers, as the tensors have them."""
         return len(self.pages) * self.shape.page_bytes * self.shape.layers
 
     def pool(self) -> torch.Tensor:

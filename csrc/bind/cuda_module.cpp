@@ -135,13 +135,13 @@ void bind_copier(py::module_& m) {
       "Appends copies of KV pages to streams. The memory behind the addresses\n"
       "outlives them. One thread calls it.")
       .def(py::init([](PageShape pages, ReadSpans spans, std::shared_ptr<Kernels> kernels,
-                       std::uint64_t arrays) {
+                       std::uint64_t arrays, std::uint64_t cell_bytes) {
              const py::gil_scoped_release release;
              return std::make_unique<CudaPageCopier>(std::move(kernels), std::move(pages), spans,
-                                                     arrays);
+                                                     arrays, cell_bytes);
            }),
            py::arg("pages"), py::arg("spans") = ReadSpans{}, py::kw_only(), py::arg("kernels"),
-           py::arg("arrays"))
+           py::arg("arrays"), py::arg("cell_bytes") = 0)
       .def(
           "prepare",
           [](const CudaPageCopier& self, Copy copy, const Copies& copies, const Rows& rows) {
@@ -156,15 +156,17 @@ void bind_copier(py::module_& m) {
           "by_kernel",
           [](const CudaPageCopier& self, const PageBatch& batch, std::int64_t first_layer,
              std::int64_t stop_layer, std::uint64_t table_device, std::uint64_t table_host,
-             std::uint32_t thread_blocks, std::uint64_t stream) {
+             std::uint32_t thread_blocks, std::uint64_t stream, std::uint64_t failed) {
             const py::gil_scoped_release release;
             self.by_kernel(batch, {first_layer, stop_layer}, {table_device, table_host},
-                           thread_blocks, as_stream(stream));
+                           thread_blocks, as_stream(stream), failed);
           },
           py::arg("batch"), py::arg("first_layer"), py::arg("stop_layer"), py::arg("table_device"),
-          py::arg("table_host"), py::arg("thread_blocks"), py::arg("stream"),
+          py::arg("table_host"), py::arg("thread_blocks"), py::arg("stream"), py::arg("failed") = 0,
           "Copy by the kernel, which reads its table at `table_device`; it is brought there from\n"
-          "page-locked memory at `table_host` unless that is 0.")
+          "page-locked memory at `table_host` unless that is 0. The word at `failed` gets 1 when "
+          "a\n"
+          "cell holds no page, or a page does not fit in its cell.")
       .def(
           "by_dma",
           [](const CudaPageCopier& self, PageBatch& batch, std::int64_t first_layer,
@@ -197,27 +199,29 @@ void bind_copier(py::module_& m) {
           "scatter",
           [](const CudaPageCopier& self, const PageBatch& batch, std::int64_t layer,
              std::int64_t first, std::int64_t count, std::int64_t span, std::uint64_t table_device,
-             std::uint32_t thread_blocks, std::uint64_t stream) {
+             std::uint32_t thread_blocks, std::uint64_t stream, std::uint64_t failed) {
             const py::gil_scoped_release release;
             self.scatter(batch, layer, first, count, span, {table_device, 0}, thread_blocks,
-                         as_stream(stream));
+                         as_stream(stream), failed);
           },
           py::arg("batch"), py::arg("layer"), py::arg("first"), py::arg("count"), py::arg("span"),
           py::arg("table_device"), py::arg("thread_blocks"), py::arg("stream"),
+          py::arg("failed") = 0,
           "Copy a layer of so many pages of a batch of SCATTER out of a span, by the kernel, "
           "which\n"
           "reads the whole batch's table at `table_device`.")
       .def_static(
           "arrays_of",
-          [](const PageShape& pages, const ReadSpans& spans) {
-            const auto all = CudaPageCopier::arrays_of(pages, spans);
+          [](const PageShape& pages, const ReadSpans& spans, std::uint64_t cell_bytes) {
+            const auto all = CudaPageCopier::arrays_of(pages, spans, cell_bytes);
             const auto* const words = reinterpret_cast<const std::int64_t*>(all.data());
             return std::vector<std::int64_t>(words, words + 2 * all.size());
           },
-          py::arg("pages"), py::arg("spans") = ReadSpans{},
+          py::arg("pages"), py::arg("spans") = ReadSpans{}, py::arg("cell_bytes") = 0,
           "What has to lie, 16 bytes aligned, at `arrays` on the device.")
       .def_property_readonly("span_pages", &CudaPageCopier::span_pages)
-      .def_property_readonly("page_bytes", &CudaPageCopier::page_bytes);
+      .def_property_readonly("page_bytes", &CudaPageCopier::page_bytes)
+      .def_property_readonly("is_encoded", &CudaPageCopier::is_encoded);
 }
 
 void bind_rotator(py::module_& m) {

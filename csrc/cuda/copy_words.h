@@ -24,6 +24,9 @@ namespace attnstore {
 struct alignas(16) Word16 {
   std::uint32_t parts[4];
 };
+struct alignas(8) Word8 {
+  std::uint32_t parts[2];
+};
 using Word4 = std::uint32_t;
 using Word1 = std::uint8_t;
 
@@ -102,6 +105,25 @@ ATTNSTORE_HOST_DEVICE inline void store_word(std::uint64_t address, Word word) {
 }
 
 #if defined(__CUDACC__)
+template <>
+ATTNSTORE_HOST_DEVICE inline Word8 load_word<Word8>(std::uint64_t address) {
+#if defined(__CUDA_ARCH__)
+  const uint2 got = __ldcs(reinterpret_cast<const uint2*>(address));
+  return {{got.x, got.y}};
+#else
+  return *reinterpret_cast<const Word8*>(address);
+#endif
+}
+
+template <>
+ATTNSTORE_HOST_DEVICE inline void store_word<Word8>(std::uint64_t address, Word8 word) {
+#if defined(__CUDA_ARCH__)
+  __stcs(reinterpret_cast<uint2*>(address), make_uint2(word.parts[0], word.parts[1]));
+#else
+  *reinterpret_cast<Word8*>(address) = word;
+#endif
+}
+
 template <>
 ATTNSTORE_HOST_DEVICE inline Word16 load_word<Word16>(std::uint64_t address) {
 #if defined(__CUDA_ARCH__)

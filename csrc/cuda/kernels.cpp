@@ -6,6 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "cuda/code_words.h"
 #include "cuda/on_device.h"
 #include "cuda/rotate_words.h"
 
@@ -90,6 +91,11 @@ void Kernels::find_functions() {
   for (std::size_t i = 0; i < kCopyWords.size(); ++i) {
     find("copy_pages_" + std::to_string(kCopyWords[i]), &copies_[i]);
   }
+  for (const bool is_decoding : {false, true}) {
+    const std::string name = is_decoding ? "decode_pages_" : "encode_pages_";
+    find(name + "2", codes_[is_decoding ? 1 : 0].data());
+    find(name + "16", &codes_[is_decoding ? 1 : 0][1]);
+  }
   for (std::size_t i = 0; i < kTypes.size(); ++i) {
     find(std::string("move_tokens_") + kTypeNames[i], rotations_[i].data());
     find(std::string("move_tokens_") + kTypeNames[i] + "_16", &rotations_[i][1]);
@@ -101,6 +107,13 @@ void Kernels::copy(CopyJob job, std::uint32_t word_bytes, std::uint32_t thread_b
   const std::uint64_t lanes = word_bytes == sizeof(Word16) ? kLanes<Word16> : kLanesMax;
   launch(copies_[place_of(kCopyWords, word_bytes)], &job, job.num_pieces * lanes, 1, thread_blocks,
          stream);
+}
+
+void Kernels::code(CodeJob job, bool is_decoding, std::uint32_t word_bytes,
+                   std::uint32_t thread_blocks, CuStream stream) const {
+  const bool is_wide = word_bytes == sizeof(Word16);
+  launch(codes_[is_decoding ? 1 : 0][is_wide ? 1 : 0], &job,
+         std::uint64_t{job.num_parts} * kWarpLanes, 1, thread_blocks, stream);
 }
 
 void Kernels::rotate(RotateJob job, ElementType type, bool is_wide, std::uint32_t thread_blocks,

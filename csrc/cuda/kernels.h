@@ -14,6 +14,7 @@
 
 namespace attnstore {
 
+struct CodeJob;
 struct CopyJob;
 struct RotateJob;
 
@@ -33,6 +34,10 @@ class Kernels {
   // `word_bytes` is 16, 4 or 1, and divides every address and size of the job.
   void copy(CopyJob job, std::uint32_t word_bytes, std::uint32_t thread_blocks,
             CuStream stream) const;
+  // Of bfloat16. `word_bytes`: on the side of blocks 16 or 2, as for copy(); cells are 8 bytes
+  // aligned.
+  void code(CodeJob job, bool is_decoding, std::uint32_t word_bytes, std::uint32_t thread_blocks,
+            CuStream stream) const;
   // `is_wide`: its words are 16 bytes (has_wide_words).
   void rotate(RotateJob job, ElementType type, bool is_wide, std::uint32_t thread_blocks,
               CuStream stream) const;
@@ -48,6 +53,8 @@ class Kernels {
   CuModule module_ = nullptr;
   std::size_t image_ = 0;
   std::array<CuFunction, 3> copies_ = {};
+  std::array<std::array<CuFunction, 2>, 2> codes_ =
+      {};  // [is_decoding][whether words are 16 bytes]
   std::array<std::array<CuFunction, 2>, 3> rotations_ = {};  // [type][is_wide]
 };
 

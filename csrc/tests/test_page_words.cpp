@@ -153,8 +153,9 @@ void copy_by_words(const World& world, Route route, const PageTable& table, Laye
   std::uint32_t width = attnstore::word_bytes(shape, route.source, route.target);
   if (random() % 4 == 0) width = 1;
   const std::vector<attnstore::Offsets> pages =
-      attnstore::first_runs(shape, route.source, route.target, table);
-  const attnstore::CopyOffsets offsets = attnstore::offsets_of(shape, route.source, route.target);
+      attnstore::first_runs({shape, shape}, route.source, route.target, table);
+  const attnstore::CopyOffsets offsets =
+      attnstore::offsets_of({shape, shape}, route.source, route.target);
   const attnstore::CopyArrays arrays{pages.data(), offsets.layers.data(), offsets.runs.data()};
   const auto per_page = static_cast<std::uint32_t>(shape.page_bytes);  // more than its pieces
   const std::uint32_t pieces_max = random() % 2 == 0

@@ -97,15 +97,15 @@ def kv_of(*dtypes: str) -> Any:
     return Obj(kv_cache_groups=specs)
 
 
-def test_only_bfloat16_is_encoded_and_on_a_cpu_alone() -> None:
+def test_only_bfloat16_is_encoded_and_not_on_every_device() -> None:
     assert is_bfloat16(kv_of("bfloat16")) and is_bfloat16(kv_of("bfloat16", "bfloat16"))
     for dtypes in (("float8_e4m3fn",), ("uint8",), ("float16",), ("bfloat16", "float32")):
         assert not is_bfloat16(kv_of(*dtypes))
     nvme = {"path": "/mnt/kv", "capacity": "2TiB"}
     config = StoreConfig.parse({**ENCODED, "nvme": nvme})
-    cpu, cuda = (Obj(device_config=Obj(device_type=name)) for name in ("cpu", "cuda"))
-    assert _encodes(cpu, kv_of("bfloat16"), config)
+    cpu, cuda, xpu = (Obj(device_config=Obj(device_type=name)) for name in ("cpu", "cuda", "xpu"))
+    assert _encodes(cpu, kv_of("bfloat16"), config) and _encodes(cuda, kv_of("bfloat16"), config)
     assert not _encodes(cpu, kv_of("uint8"), config)
     assert not _encodes(cuda, kv_of("bfloat16"), StoreConfig.parse({**RAW, "nvme": nvme}))
-    with pytest.raises(ConfigError, match=r"KV is on a device of type cuda.*Set codec: none"):
-        _encodes(cuda, kv_of("bfloat16"), config)
+    with pytest.raises(ConfigError, match=r"KV is on a device of type xpu.*Set codec: none"):
+        _encodes(xpu, kv_of("bfloat16"), config)

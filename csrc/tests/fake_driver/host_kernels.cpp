@@ -55,6 +55,7 @@ void fake_store(std::uint64_t address, Word word) {
   }
 
 ATTNSTORE_FAKE_WORD(Word16)
+ATTNSTORE_FAKE_WORD(Word8)
 ATTNSTORE_FAKE_WORD(Word4)
 ATTNSTORE_FAKE_WORD(std::uint16_t)
 ATTNSTORE_FAKE_WORD(Word1)
@@ -112,6 +113,10 @@ std::map<std::string, Function> make_kernels() {
   add("copy_pages_16", attnstore::copy_pages_16);
   add("copy_pages_4", attnstore::copy_pages_4);
   add("copy_pages_1", attnstore::copy_pages_1);
+  add("decode_pages_16", attnstore::decode_pages_16);
+  add("decode_pages_2", attnstore::decode_pages_2);
+  add("encode_pages_16", attnstore::encode_pages_16);
+  add("encode_pages_2", attnstore::encode_pages_2);
   add("move_tokens_bf16", attnstore::move_tokens_bf16);
   add("move_tokens_bf16_16", attnstore::move_tokens_bf16_16);
   add("move_tokens_f16", attnstore::move_tokens_f16);

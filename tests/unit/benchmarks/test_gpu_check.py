@@ -29,6 +29,7 @@ from benchmarks.gpu import (
     bandwidth,
     beside,
     correctness,
+    encoded,
     first_logits,
     moved_numbers,
     moves,
@@ -118,7 +119,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     event = cuda.Event
     cuda.Event = lambda enable_timing=False: _OnModel(event(enable_timing), gpu.model)
     fake.cuda = cuda
-    for module in (bandwidth, beside, correctness, first_logits, moved_numbers, rig, rules):
+    for module in (
+        bandwidth, beside, correctness, encoded, first_logits, moved_numbers, rig, rules,
+    ):  # fmt: skip
         monkeypatch.setattr(module, "torch", fake)
     monkeypatch.setattr(cuda_engine, "_refuse_without_gpu", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
@@ -147,11 +150,12 @@ def test_every_part_runs(tmp_path: Path) -> None:
     rows = correctness.measure(CPU, rounds=1)
     rows += rules.measure(512, 1, tmp_path / "copy_rules.json", [shape])
     rows += bandwidth.measure(shape, 512, rounds=1)
+    rows += encoded.measure(shape, 512, rounds=1)
     rows += first_logits.measure(TINY, history=256, new=32, rounds=1)
     rows += moved_numbers.measure(CPU, rounds=1)
     rows += moves.measure(shape, 512, rounds=1)
     assert not any(row.is_wrong for row in rows)
-    assert {row.goal for row in rows} == {None, 1.0, 0.95, 1.10, 1.02}
+    assert {row.goal for row in rows} == {None, 1.0, 0.95, 1.10, 1.02, 1.25}
     assert len({(row.what, row.how) for row in rows}) == len(rows)
     json.dumps([row.to_json() for row in rows], allow_nan=False)
     kept = find_rules("a fake", 13000, tmp_path / "copy_rules.json")
@@ -251,6 +255,18 @@ def _one_number_off(pages: Any) -> Any:
 
 
 _look = moved_numbers.Pages._look
+
+
+@pytest.mark.usefixtures("eager")
+def test_encoded_numbers_that_do_not_come_back_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_badly(found: rig.KvRig) -> None:
+        save(found)
+        found.slots[7] ^= 1
+
+    save = encoded._save
+    monkeypatch.setattr(encoded, "_save", save_badly)
+    row = next(encoded.measure(KvShape("tiny", layers=2, kv_heads=1, head_dim=8), 256, 1))
+    assert row.is_wrong and row.value is not None and 0.99 < row.value < 1
 
 
 @pytest.mark.usefixtures("eager")
