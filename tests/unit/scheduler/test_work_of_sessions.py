@@ -41,7 +41,7 @@ def test_sessions_that_end_in_one_step(world: StepWorld, monkeypatch: pytest.Mon
     """One request may end ENDED_MAX runs. Many requests that end in one step end no more."""
     number = 0
     for root in range(ROOTS):
-        for turn in range(TURNS):
+        for _ in range(TURNS):
             for child in range(CHILDREN):
                 number += 1
                 hints = {"session": f"{root} {child}", "parent": str(root)}
@@ -103,7 +103,7 @@ def test_contexts_that_are_given_up_leave_no_lanes() -> None:
             estimator.open(slot, kind, 1, 1.0, 0.1 * slot), kind, 0.1 * slot, False, told=told
         )
         tier.add(slot, run)
-        answer(run, 10, estimator, 0.1 * slot)
+        answer(run, 10, estimator, now)
         tier.rank(run)
         uses += run.context != NOTHING
         if uses == 16:
