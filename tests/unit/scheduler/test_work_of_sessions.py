@@ -99,9 +99,8 @@ def test_contexts_that_are_given_up_leave_no_lanes() -> None:
     for slot in range(number):
         told = Told(b"tenant", None, f"tool {tool}")
         kind = uses * 7 % NUM_KINDS // 4 * 4  # what is not answered yet
-        run = Run(
-            estimator.open(slot, kind, 1, 1.0, 0.1 * slot), kind, 0.1 * slot, False, told=told
-        )
+        now = 0.1 * slot
+        run = Run(estimator.open(slot, kind, 1, 1.0, now), kind, now, False, told=told)
         tier.add(slot, run)
         answer(run, 10, estimator, now)
         tier.rank(run)
