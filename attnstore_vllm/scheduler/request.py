@@ -265,6 +265,8 @@ class RequestState:
     """Tokens of its prompt that passes of our own compute (documents.py)."""
     recent: RecentPrompts | None = None
     """The prompts that came before."""
+    _heard: object = None
+    """The hints of a session's input that were read last."""
     _root: Key | None = None
     _lookup: Lookup | None = None
     _inputs: tuple[float, ...] = ()
@@ -337,12 +339,13 @@ class RequestState:
         input tells of it: so `store: false` holds for all that comes, and so does a shorter ttl.
 
         To be asked in each of its steps: the next input takes the place of this one, and no save
-        may come in between."""
+        may come in between. An input is read once."""
         sampling, terms = self.request.sampling_params, self.hints.terms
         extra = sampling.extra_args if sampling is not None else None
         params = (extra or {}).get("kv_transfer_params")
-        if params is self.request.kv_transfer_params:
-            return  # the first input's: all that came with it was read then
+        if params is self.request.kv_transfer_params or params is self._heard:
+            return  # the first input's, of which all was read when it came; or this one's
+        self._heard = params
         said = read_params(_LATER, params)
         self.stores = self.stores and said.store
         ttl_s = said.terms.ttl_s

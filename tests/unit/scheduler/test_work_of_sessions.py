@@ -18,6 +18,7 @@ from attnstore_vllm.policy.returns import NUM_KINDS, ReturnEstimator
 from attnstore_vllm.policy.sessions import ENDED_MAX
 from attnstore_vllm.policy.told import NOTHING, PLACES, ROWS, SEEN_MIN, Contexts, Told
 from attnstore_vllm.policy.visits import Run, answer
+from attnstore_vllm.scheduler import ended_sessions
 from attnstore_vllm.scheduler import request as requests
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.shared.backend import BackendError
@@ -67,6 +68,36 @@ def test_sessions_that_end_in_one_step(world: StepWorld, monkeypatch: pytest.Mon
     monkeypatch.setattr(Residency, "rank", counted)
     world.finish(*last)
     assert ranked["runs"] <= ENDED_MAX + 2 * ROOTS, "what is beyond is for a later step"
+    left = ROOTS * (CHILDREN * TURNS + 1) - ranked["runs"]
+    assert world.put_off("end") == left > 0
+    for _ in range(ROOTS):
+        ranked.clear()
+        world.end_step()
+        assert ranked["runs"] <= ENDED_MAX
+        left -= ranked["runs"]
+    assert left == 0, "in later steps all are ended"
+
+
+def test_the_line_of_runs_that_wait_to_be_ended_has_an_end(
+    world: StepWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is beyond leaves as any other."""
+    monkeypatch.setattr(ended_sessions, "LINE_MAX", CHILDREN)
+    for number in range(2 * TURNS * CHILDREN):
+        hints = {"session": f"child {number % (2 * CHILDREN)}", "parent": f"{number % 2}"}
+        tokens = tokens_of(number, CHUNK + 1)
+        world.serve(world.request(f"{number}", tokens, kv_transfer_params={"attnstore": hints}))
+    last = []
+    for root in range(2):
+        params = {"attnstore": {"session": str(root), "ended": True}}
+        tokens = tokens_of(10_000 + root, CHUNK + 1)
+        last.append(world.request(f"last {root}", tokens, kv_transfer_params=params))
+    world.come(*last)
+    for request in last:
+        world.start(request, world.answer(request))
+    world.end_step(*last)
+    world.finish(*last)
+    assert world.put_off("end_dropped") == 2 * (TURNS - 1) * CHILDREN
 
 
 def test_hints_of_an_input_are_read_once(world: StepWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +123,7 @@ def test_hints_of_an_input_are_read_once(world: StepWorld, monkeypatch: pytest.M
 
 def test_contexts_that_are_given_up_leave_no_lanes() -> None:
     """docs/hints.md: the order of departure has ROWS more lanes by them, for each priority."""
-    number = 3 * ROWS
+    number = 6 * ROWS
     estimator = ReturnEstimator()
     tier = departures("attnstore", number, estimator)
     tool, uses = 0, 0
@@ -108,10 +139,10 @@ def test_contexts_that_are_given_up_leave_no_lanes() -> None:
         if uses == 16:
             tool, uses = tool + 1, 0
     order: Any = tier._order
-    dead = [lane for lane in order.places if lane.told != NOTHING
-            and estimator.told._names[lane.told % ROWS] != lane.told]  # fmt: skip
-    assert estimator.told.seen() is not None
-    assert not dead, f"{len(dead)} of {len(order.places)} lanes are of contexts that have gone"
+    of_rows = [lane for lane in order.places if lane.told != NOTHING]
+    names = estimator.told._num_named
+    assert names > ROWS, "rows were used again"
+    assert 0 < len(of_rows) <= ROWS, f"{len(of_rows)} lanes of {names} names of rows"
 
 
 def test_tenants_that_have_no_context_are_forgotten() -> None:
