@@ -190,8 +190,8 @@ class Counted:
     """Why it computed what the store had, or was not looked up."""
     why_short: Cause = Cause.NOT_STORED
     """Why the store had no more of it, when it had its first answer."""
-    has_expired: bool = False
-    """A look-up for it has found KV whose ttl was over."""
+    expired_at: int | None = None
+    """The token at which KV began whose ttl was over when a look-up for it met that first."""
     is_unanswered: bool = False
     """A tier that was asked for it has not answered in time."""
     audited: int = 0
@@ -302,9 +302,23 @@ class RequestState:
             return None
         self.counted.why_computed = cause
         if not self.counted.offered:
-            self.counted.in_hbm = local
+            self.has_in_hbm(local)
         self.computing.first = local
         return 0
+
+    def note_expired(self, num_expired: int, found: Sequence[Piece], start: int) -> None:
+        """A look-up from token `start` on has dropped so many chunks behind what it has found."""
+        at = found[-1].stop if found else start
+        if num_expired and (self.counted.expired_at is None or at < self.counted.expired_at):
+            self.counted.expired_at = at
+
+    def has_in_hbm(self, local: int) -> None:
+        """So many tokens are in HBM already when it has its first answer. vLLM's cache knows no
+        ttl. What the look-up has just dropped is not saved anew from there, nor what follows it:
+        without that it is no hit."""
+        self.counted.in_hbm = local
+        if self.stores and self.counted.expired_at is not None and local > self.counted.expired_at:
+            self.stores, self.counted.why_not_stored = False, Cause.EXPIRED
 
     def load_has_failed(self, cause: Cause) -> None:
         """Its last load: what is left is computed."""

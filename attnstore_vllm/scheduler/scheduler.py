@@ -260,7 +260,7 @@ class Scheduler:
             request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, terms
         )
         self._lookups.budget.spend(state.lookup.searched)
-        state.counted.has_expired |= self.store.residency.num_expired != num_expired
+        state.note_expired(self.store.residency.num_expired - num_expired, pieces, 0)
         state.expect(pieces)
         state.waiting.coming = pieces
         if self.holds is not None:
@@ -546,7 +546,7 @@ class Scheduler:
         if wrong:
             self.store.drop(wrong)
             logger.warning("LoRA adapters were replaced; what was computed meanwhile is not kept")
-        for state in self.requests.values():
+        for state in self.adapters.of(self.requests):
             lora, computing = state.request.lora_request, state.computing
             if lora is None or not computing.scheduled_stop:
                 continue

@@ -31,6 +31,32 @@ def test_what_has_expired_is_not_saved_again_from_hbm(
         assert report_of(engine, "b", PROMPT)["hbm_tokens"] > 0
         assert engine.scheduler.reset_prefix_cache()
         found = report_of(engine, "c", PROMPT)
+        assert engine.scheduler.reset_prefix_cache()
+        anew = report_of(engine, "d", PROMPT)
     finally:
         engine.close()
     assert found["dram_tokens"] == 0
+    assert anew["dram_tokens"] > 0, "what was computed anew is stored"
+
+
+def test_who_goes_on_behind_it_leaves_nothing_and_the_next_one_does(
+    models: Path, tmp_path: Path
+) -> None:
+    """Without what has expired no hit would reach what is behind it. The next request's own prompt
+    is stored on its own terms."""
+    model = make_model(models / "scripted", TINY, weights=False)
+    longer = PROMPT + [n % 31 for n in range(2 * CHUNK)]
+    engine = ScriptedEngine(model, tmp_path / "store", num_blocks=64, depth=1, seed=1)
+    try:
+        run(engine, "a", PROMPT, ttl=1)
+        time.sleep(TTL_S + 0.6)
+        meets = report_of(engine, "b", longer)
+        after = report_of(engine, "c", longer)
+        assert engine.scheduler.reset_prefix_cache()
+        found = report_of(engine, "d", longer)
+    finally:
+        engine.close()
+    assert meets["hbm_tokens"] > 0
+    assert meets["why_not_stored"] == "expired"
+    assert after["why_not_stored"] is None
+    assert found["dram_tokens"] > 0
