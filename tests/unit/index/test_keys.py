@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections import Counter, deque
 from random import Random
 from typing import Any
 
@@ -103,6 +104,37 @@ def test_tenants_are_hashes_of_their_salt() -> None:
     assert tenant_hash("a") != tenant_hash("b")
     assert tenant_hash("") != tenant_hash(None)
     assert b"secret" not in tenant_hash("secret")
+
+
+@pytest.mark.parametrize("text", ["s", "é", "字"])
+def test_a_long_salt_is_hashed_once_for_all_answers_to_a_prompt(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a request with a copy of it."""
+    monkeypatch.setattr(keys_module, "_made_last", deque(maxlen=keys_module.MADE_MAX))
+    hashed = Counter[bytes]()
+    plain = keys_module._hash
+
+    def counted(kind: bytes, *parts: bytes) -> bytes:
+        hashed[kind] += 1
+        return plain(kind, *parts)
+
+    monkeypatch.setattr(keys_module, "_hash", counted)
+    salt, lora = text * keys_module.LONG_SALT, b"L" * 32
+    tenant = plain(b"tenant", salt.encode())
+    roots = {of: plain(b"root", NAMESPACE, b"salt" + salt.encode(), of) for of in (b"", lora)}
+    for _ in range(99):
+        copy = f"{salt}."[:-1]
+        assert tenant_hash(copy) == tenant
+        assert root_key(NAMESPACE, copy, b"") == roots[b""]
+        assert root_key(NAMESPACE, copy, lora) == roots[lora]
+    assert hashed == {b"tenant": 1, b"root": 2}
+    for number in range(3 * keys_module.MADE_MAX):
+        other = salt[: -len(str(number))] + str(number)
+        assert tenant_hash(other) == plain(b"tenant", other.encode()) != tenant
+        assert root_key(NAMESPACE[::-1], other, b"") not in roots.values()
+    assert len(keys_module._made_last) == keys_module.MADE_MAX
+    assert tenant_hash(salt) == tenant
 
 
 def test_images_under_equal_placeholders_are_told_apart() -> None:

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import socket
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from attnstore_vllm.hints import ID_MAX
 from attnstore_vllm.policy.eviction.departures import departures
 from attnstore_vllm.policy.returns import NUM_KINDS, ReturnEstimator
-from attnstore_vllm.policy.sessions import ENDED_MAX
+from attnstore_vllm.policy.sessions import ENDED_MAX, SessionTable
 from attnstore_vllm.policy.told import NOTHING, PLACES, ROWS, SEEN_MIN, Contexts, Told
-from attnstore_vllm.policy.visits import Run, answer
+from attnstore_vllm.policy.visits import Run, answer, unknown_run
 from attnstore_vllm.scheduler import ended_sessions
 from attnstore_vllm.scheduler import request as requests
+from attnstore_vllm.scheduler.messages import StepReport
 from attnstore_vllm.tiers.residency import Residency
 from attnstore_vllm.tiers.shared.backend import BackendError
 from attnstore_vllm.tiers.shared.redis_backend import RedisBackend
@@ -175,3 +179,43 @@ def test_what_a_store_says_forges_no_line_of_the_log() -> None:
     listening.close()
     assert str(told.value).isprintable()
     assert len(str(told.value)) < 2048
+
+
+def test_what_is_told_of_adapters_costs_a_look_at_those_who_have_one(world: StepWorld) -> None:
+    """Each step with adapters has such a report, and clients say how many requests there are."""
+
+    class Requests(dict[str, Any]):
+        def values(self) -> Any:
+            raise AssertionError("all of them are looked at")
+
+    plain = world.request("plain", tokens_of(1, CHUNK + 1))
+    adapted = world.request("adapted", tokens_of(2, CHUNK + 1))
+    world.come(plain)
+    adapted.lora_request = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path="a")
+    world.side.adapters.enter(adapted)
+    world.come(adapted)
+    side = world.side
+    state = side.requests["adapted"]
+    state.computing.scheduled_stop, state.adapter = 1, b"of before"
+    side.requests = Requests(side.requests)
+    side._on_adapters(StepReport(1, Counter(), adapters={1: {0: b"now"}}))
+    assert state.computing.is_outdated
+    assert not side.requests["plain"].computing.is_outdated
+    side.requests = dict(side.requests)
+
+
+def test_long_ids_of_sessions_take_no_more_room_than_short_ones() -> None:
+    """A client's id may have ID_MAX characters, of four bytes each, and each parent 32 of them."""
+
+    def used(pad: str) -> int:
+        table, run = SessionTable(), unknown_run(0.0)
+        tracemalloc.start()
+        for parent in range(20):
+            for child in range(CHILDREN):
+                table.note(bytes(32), f"{parent} {child} {pad}", run, f"{parent} {pad}")
+        now, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(table) == 20 * (CHILDREN + 1)
+        return now
+
+    assert used("\U0001f600" * (ID_MAX - 8)) < 1.1 * used("")
