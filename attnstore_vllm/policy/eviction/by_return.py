@@ -77,7 +77,7 @@ class AgeLane(NamedTuple):
 
     @property
     def home(self) -> AgeLane:
-        """The lane that its keys stand in: there is one for each row, whoever has it."""
+        """The lane that its keys stand in: a row has one, of any context."""
         if self.told == NOTHING:
             return self
         return AgeLane(NOTHING, self.factor, self.stays, self.told % ROWS)

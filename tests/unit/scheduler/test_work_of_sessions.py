@@ -144,7 +144,9 @@ def test_contexts_that_are_given_up_leave_no_lanes() -> None:
             tool, uses = tool + 1, 0
     order: Any = tier._order
     of_rows = [lane for lane in order.places if lane.told != NOTHING]
-    names = estimator.told._num_named
+    seen = estimator.told.seen()
+    assert seen is not None
+    names = seen.names.max() // ROWS
     assert names > ROWS, "rows were used again"
     assert 0 < len(of_rows) <= ROWS, f"{len(of_rows)} lanes of {names} names of rows"
 
@@ -198,7 +200,7 @@ def test_what_is_told_of_adapters_costs_a_look_at_those_who_have_one(world: Step
     state = side.requests["adapted"]
     state.computing.scheduled_stop, state.adapter = 1, b"of before"
     side.requests = Requests(side.requests)
-    side._on_adapters(StepReport(1, Counter(), adapters={1: {0: b"now"}}))
+    side.on_report(StepReport(1, Counter(), adapters={1: {0: b"now"}}))
     assert state.computing.is_outdated
     assert not side.requests["plain"].computing.is_outdated
     side.requests = dict(side.requests)

@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -81,7 +82,8 @@ def test_a_connection_that_ends_before_the_password_is_not_made_again(ending: En
 
 @pytest.fixture
 def endless() -> Iterator[RedisBackend]:
-    """A client of a server whose SCAN tells of one name after another, and never of an end."""
+    """A client of a server whose SCAN tells of one name after another, and never of an end. It also
+    tells of a name that was not asked for, and answers no command with that one."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def answer_all() -> None:
@@ -110,8 +112,10 @@ def test_a_look_at_all_names_has_an_end(
     what: str, endless: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_backend, "SCAN_S", 0.2)
+    began = time.monotonic()
     with pytest.raises(BackendError, match="has not told all of its names in"):
         getattr(endless, what)("kv:")
+    assert time.monotonic() - began < 5
 
 
 def test_names_that_are_counted_are_so_many_at_most(
@@ -128,13 +132,6 @@ def test_one_answer_has_no_more_names_than_that(
     monkeypatch.setattr(redis_backend, "NAMES_MAX", 1)
     with pytest.raises(BackendError, match="no answer"):
         endless.remove("kv:")
-
-
-def test_names_that_are_not_asked_for_are_not_taken(endless: RedisBackend) -> None:
-    told = endless._scan("kv:")
-    assert [next(told), next(told)] == [["kv:00000001"], ["kv:00000002"]]
-    told.close()
-    assert next(endless._scan("other")) == ["other"]
 
 
 @pytest.mark.parametrize("text", ["\x1b" * 9999, "a\r\nb", "\u202e", "\udc80" * 600, "x" * 9999])
