@@ -113,6 +113,8 @@ class Event(Word):
     SAVE_LATER = "save"
     SAVE_DROPPED = "save_dropped"
     LEAVE_LATER = "leave"
+    END_LATER = "end"
+    END_DROPPED = "end_dropped"
     # Hints of requests, and prefetches over HTTP: their `outcome`.
     APPLIED = "applied"
     IGNORED = "ignored"
@@ -135,6 +137,7 @@ ERRORS: Final = (
 PUT_OFF: Final = (
     Event.LOOKUP_LATER, Event.LOOKUP_DROPPED, Event.PREFETCH_LATER, Event.PREFETCH_DROPPED,
     Event.SAVE_LATER, Event.SAVE_DROPPED, Event.LEAVE_LATER,
+    Event.END_LATER, Event.END_DROPPED,
 )  # fmt: skip
 """Events of the metric of that name."""
 OUTCOMES: Final = (Event.APPLIED, Event.IGNORED, Event.HIT, Event.MISS)

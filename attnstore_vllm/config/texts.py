@@ -185,7 +185,8 @@ SETTINGS = (
         "KV that is not used for so long is not found any more, restarts included. off: it stays "
         "while there is room.",
         "Set it where KV that is not asked for must not stay. Each use begins the time anew. A "
-        "request's own `ttl` may be shorter, never longer.",
+        "request's own `ttl` may be shorter, never longer; vLLM's own prefix cache in HBM knows "
+        "none.",
         is_common=True,
     ),
     Setting(

@@ -99,10 +99,11 @@ COUNTERS = {
         "work",
         "Work on the engine's own thread that was beyond a step's budget (step_budget). Done in a "
         "later step: look-ups of requests (lookup), prefetches (prefetch), chunks of requests that "
-        "go on, once for each step they wait (save), and the books of requests that were aborted "
-        "while they waited (leave). Not done: look-ups of more requests than a step lets wait "
-        "(lookup_dropped), prefetches beyond the line (prefetch_dropped), and "
-        "chunks of requests that ended (save_dropped), which cost a prefill.",
+        "go on, once for each step they wait (save), the books of requests that were aborted "
+        "while they waited (leave), and what sessions have left that are over (end). Not done: "
+        "look-ups of more requests than a step lets wait (lookup_dropped), prefetches beyond the "
+        "line (prefetch_dropped), runs of ended sessions beyond it (end_dropped), which leave as "
+        "any other, and chunks of requests that ended (save_dropped), which cost a prefill.",
     ),
     "group_saved_bytes": (
         "kind",

@@ -37,6 +37,8 @@ QueuePlace = tuple[float, float, str]
 _Rank = tuple[float, float, int, int]
 """The order of the nearest request that wants a chunk, backwards; its depth there; a number. The
 farthest is the lowest."""
+FARTHEST = 2.0**63
+"""The priority beyond which there is none."""
 LAST: QueuePlace = (math.inf, 0.0, "")
 """The order of a chunk that no request waits for."""
 
@@ -98,8 +100,11 @@ class LookAhead(Generic[C]):
             self._enter((self._first, 0.0, request_id))
 
     def insert(self, request_id: str, priority: float, arrival_s: float) -> None:
-        """A request has come or was preempted; the queue is ordered by priority, then arrival."""
+        """A request has come or was preempted; the queue is ordered by priority, then arrival. A
+        client's priority may be any number: one that no float has counts as the farthest."""
         self._is_by_priority = True
+        if priority != -math.inf:  # ours, before all
+            priority = max(-FARTHEST, min(FARTHEST, priority))
         self._enter((float(priority), arrival_s, request_id))
 
     def remove(self, request_id: str) -> list[C]:

@@ -18,7 +18,7 @@ names out, which are then estimated as if nothing were told.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -115,6 +115,8 @@ class Contexts:
             return None
         del self._numbers[least], self._uses[number]
         self._tenants[least[0].tenant] -= 1
+        if not self._tenants[least[0].tenant]:
+            del self._tenants[least[0].tenant]
         return number
 
 
@@ -167,7 +169,7 @@ class ToldReturns:
     def __init__(self) -> None:
         self._contexts = Contexts()
         self._rows: dict[int, dict[int, int]] = {}  # context -> kind -> the name of a row
-        self._free = [*range(ROWS)]
+        self._free = deque(range(ROWS))  # what was freed last is used last
         self._num_named = 0
         self._names = np.full(ROWS, NOTHING)
         self._context_of, self._kind_of = np.full(ROWS, NOTHING), np.full(ROWS, NOTHING)
@@ -199,7 +201,7 @@ class ToldReturns:
         if name is None:
             if len(rows) >= CONTEXT_ROWS:
                 return NOTHING
-            row = self._free.pop()
+            row = self._free.popleft()
             self._num_named += 1
             name = rows[kind] = self._num_named * ROWS + row
             self._names[row], self._context_of[row], self._kind_of[row] = name, context, kind

@@ -8,7 +8,8 @@ It is long since it says for each way in which two requests can meet whose terms
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -581,3 +582,14 @@ def end(runs: Iterable[Run]) -> Iterator[Run]:
             if one is run or all(lot.has_ended for lot in one.lots):
                 one.priority = Priority.ENDED
                 yield one
+
+
+def end_some(runs: deque[Run], at_most: int, rank: Callable[[Run], None]) -> int:
+    """end() of one after another, which leaves the line, until so many are ranked: the last one
+    may be of more. Returns how many were."""
+    ranked = 0
+    while runs and ranked < at_most:
+        for run in end((runs.popleft(),)):
+            rank(run)
+            ranked += 1
+    return ranked

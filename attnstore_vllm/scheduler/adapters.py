@@ -20,12 +20,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from blake3 import blake3
 
 from attnstore_vllm.scheduler.vllm_types import LoRARequest, Request
 from attnstore_vllm.types import Clock
 
+S = TypeVar("S")
 NO_ADAPTER = b""
 DEADLINE_S = 2.0
 """A request that has not heard of its adapter by then is computed."""
@@ -102,6 +104,10 @@ class Adapters:
     def enter(self, request: Request) -> None:
         """A request with an adapter has come."""
         self._requests[request.request_id] = request
+
+    def of(self, states: Mapping[str, S]) -> list[S]:
+        """Those of these requests that have an adapter. Cost: that of those."""
+        return [states[name] for name in self._requests if name in states]
 
     def leave(self, request_id: str) -> None:
         self._requests.pop(request_id, None)

@@ -202,7 +202,7 @@ class Offers:
         pieces = self._store.find(
             state.lookup, local, stop, MIN_LOAD_TOKENS, request_id=name, visit=visit
         )
-        state.counted.has_expired |= self._store.residency.num_expired != num_expired
+        state.note_expired(self._store.residency.num_expired - num_expired, pieces, local)
         return pieces
 
     def _first_answer(
@@ -219,7 +219,8 @@ class Offers:
             pieces: that it waits for no longer.
         """
         counted, num_tokens = state.counted, state.request.num_tokens
-        counted.offered, counted.in_hbm, counted.why_computed = True, local, None
+        counted.offered, counted.why_computed = True, None
+        state.has_in_hbm(local)
         self._store.answered_with(state.request.request_id, pieces)
         for group in state.lookup.short_of:
             self._counts.add("shortened_hits", group, 1)
@@ -251,7 +252,7 @@ class Offers:
             why = Cause.NOT_STORED  # it came since the look-up
         if why not in (Cause.NOT_STORED, Cause.RECOVERING):
             return why
-        if counted.has_expired:
+        if counted.expired_at is not None:
             return Cause.EXPIRED
         return Cause.NOT_ANSWERED if counted.is_unanswered else why
 

@@ -190,8 +190,8 @@ class Counted:
     """Why it computed what the store had, or was not looked up."""
     why_short: Cause = Cause.NOT_STORED
     """Why the store had no more of it, when it had its first answer."""
-    has_expired: bool = False
-    """A look-up for it has found KV whose ttl was over."""
+    expired_at: int | None = None
+    """The token at which KV began whose ttl was over when a look-up for it met that first."""
     is_unanswered: bool = False
     """A tier that was asked for it has not answered in time."""
     audited: int = 0
@@ -265,6 +265,8 @@ class RequestState:
     """Tokens of its prompt that passes of our own compute (documents.py)."""
     recent: RecentPrompts | None = None
     """The prompts that came before."""
+    _heard: object = None
+    """The hints of a session's input that were read last."""
     _root: Key | None = None
     _lookup: Lookup | None = None
     _inputs: tuple[float, ...] = ()
@@ -300,9 +302,23 @@ class RequestState:
             return None
         self.counted.why_computed = cause
         if not self.counted.offered:
-            self.counted.in_hbm = local
+            self.has_in_hbm(local)
         self.computing.first = local
         return 0
+
+    def note_expired(self, num_expired: int, found: Sequence[Piece], start: int) -> None:
+        """A look-up from token `start` on has dropped so many chunks behind what it has found."""
+        at = found[-1].stop if found else start
+        if num_expired and (self.counted.expired_at is None or at < self.counted.expired_at):
+            self.counted.expired_at = at
+
+    def has_in_hbm(self, local: int) -> None:
+        """So many tokens are in HBM already when it has its first answer. vLLM's cache knows no
+        ttl. What the look-up has just dropped is not saved anew from there, nor what follows it:
+        without that it is no hit."""
+        self.counted.in_hbm = local
+        if self.stores and self.counted.expired_at is not None and local > self.counted.expired_at:
+            self.stores, self.counted.why_not_stored = False, Cause.EXPIRED
 
     def load_has_failed(self, cause: Cause) -> None:
         """Its last load: what is left is computed."""
@@ -337,12 +353,13 @@ class RequestState:
         input tells of it: so `store: false` holds for all that comes, and so does a shorter ttl.
 
         To be asked in each of its steps: the next input takes the place of this one, and no save
-        may come in between."""
+        may come in between. An input is read once."""
         sampling, terms = self.request.sampling_params, self.hints.terms
         extra = sampling.extra_args if sampling is not None else None
         params = (extra or {}).get("kv_transfer_params")
-        if params is self.request.kv_transfer_params:
-            return  # the first input's: all that came with it was read then
+        if params is self.request.kv_transfer_params or params is self._heard:
+            return  # the first input's, of which all was read when it came; or this one's
+        self._heard = params
         said = read_params(_LATER, params)
         self.stores = self.stores and said.store
         ttl_s = said.terms.ttl_s

@@ -260,7 +260,7 @@ class Scheduler:
             request.request_id, state.lookup, num_tokens, MIN_LOAD_TOKENS, terms
         )
         self._lookups.budget.spend(state.lookup.searched)
-        state.counted.has_expired |= self.store.residency.num_expired != num_expired
+        state.note_expired(self.store.residency.num_expired - num_expired, pieces, 0)
         state.expect(pieces)
         state.waiting.coming = pieces
         if self.holds is not None:
@@ -381,6 +381,7 @@ class Scheduler:
             if self.store.needs and state.may_save:
                 self._saving.save_step_end(state, num_scheduled, self._tables_of(request_id))
         self._saving.end_step()
+        self._sessions.end_step(self.store)
         if self.holds is not None:
             self.holds.end_step(is_empty=not output.num_scheduled_tokens)
         if self.rests:
@@ -545,7 +546,7 @@ class Scheduler:
         if wrong:
             self.store.drop(wrong)
             logger.warning("LoRA adapters were replaced; what was computed meanwhile is not kept")
-        for state in self.requests.values():
+        for state in self.adapters.of(self.requests):
             lora, computing = state.request.lora_request, state.computing
             if lora is None or not computing.scheduled_stop:
                 continue
@@ -663,7 +664,7 @@ class Scheduler:
         self._figures.add_to(stats)
         if self.holds is not None:
             self.holds.add_to(stats)
-        for put_off in (self._lookups.put_off, self._saving.put_off):
+        for put_off in (self._lookups.put_off, self._saving.put_off, self._sessions.put_off):
             for work, number in put_off.items():
                 stats.add("put_off", work, number)
             put_off.clear()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +44,7 @@ from attnstore_vllm.policy.visits import (
     Terms,
     Visit,
     answer,
-    end,
+    end_some,
     unknown_run,
     visit_of,
 )
@@ -236,15 +236,18 @@ class Store:
             run = unknown_run(self._clock(), min(ttls, default=None))
             return replace(run, is_shared=True, is_known=True, priority=terms.priority)
 
-    def answered(
-        self, run: Run, num_tokens: int, over: Iterable[Run] = (), ending: Hashable = None
-    ) -> None:
+    def answered(self, run: Run, num_tokens: int, ending: Hashable = None) -> None:
         """The request whose own run this is has ended, with so many tokens of its own, `ending` the
-        last of them. The conversations of the runs `over` have too: these leave first."""
+        last of them."""
         with self._lock:
             answer(run, num_tokens, self._estimator, self._clock(), ending)
-            for changed in (run, *end(over)):
-                self.residency.rank(changed)
+            self.residency.rank(run)
+
+    def end(self, over: deque[Run], at_most: int) -> int:
+        """The conversations of these runs have ended: they leave first. Takes one after another
+        until so many are ranked. Returns how many were."""
+        with self._lock:
+            return end_some(over, at_most, self.residency.rank)
 
     def find(
         self,

@@ -6,7 +6,9 @@ stand in the order of their age, and what they are worth rises with age up to so
 from there: the one that is worth least stands at one end or the other. So a decision looks at the
 ends of lanes alone, however many keys there are.
 
-Clients choose how many lanes there are: up to NUM_KINDS and told.ROWS for each priority. So what
+Clients choose how many lanes there are: up to NUM_KINDS and told.ROWS for each priority. A context
+that is given up leaves its rows to others, and what stood in such a lane stays there: each end is
+judged by what its own key is of, a context that has gone by its kind. So what
 each end is worth stands in an array, and the least of it is found in one pass that takes
 microseconds. It is worked out again, for all of them at once, when the end is of another key, when
 its age comes into another class, and when the estimator has learned.
@@ -27,7 +29,7 @@ from attnstore_vllm.policy.ages import EDGES_S, age_of, ages_of
 from attnstore_vllm.policy.eviction.base import K
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import Fit, ReturnEstimator
-from attnstore_vllm.policy.told import NOTHING
+from attnstore_vllm.policy.told import NOTHING, ROWS
 from attnstore_vllm.policy.visits import Run
 
 T = TypeVar("T", bound=np.generic)
@@ -73,13 +75,21 @@ class AgeLane(NamedTuple):
     told: int = NOTHING
     """The name of the row of a context, which says more than the kind as long as it is known."""
 
+    @property
+    def home(self) -> AgeLane:
+        """The lane that its keys stand in: a row has one, of any context."""
+        if self.told == NOTHING:
+            return self
+        return AgeLane(NOTHING, self.factor, self.stays, self.told % ROWS)
+
 
 class ByReturn(Generic[K]):
     """See the module. Of those that are worth the same, the lane that was there first gives one up,
     and its oldest before its newest.
 
     Args:
-        lane: that a key is of. May change: rank().
+        lane: that a key is of, and is judged by. May change: rank(). One whose context goes does so
+            by itself.
         since: when a key's age began.
         fitted: by which keys are worth something now: another one, once it is another worth.
     """
@@ -105,9 +115,9 @@ class ByReturn(Generic[K]):
         self._free: list[int] = []
         self._opened = 0
         self._turn = np.zeros(0, np.int64)  # among those worth the same; 0: the place is free
-        self._kind, self._told = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._factor = np.zeros(0)
         # By end: that of the oldest key of the lane at place p is 2 * p, of the newest 2 * p + 1.
+        self._kind, self._told = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._since = np.zeros(0)
         self._worth = np.zeros(0)  # inf: there is none, or it is passed over
         self._due = np.zeros(0)  # when to look at it again
@@ -118,10 +128,10 @@ class ByReturn(Generic[K]):
         self._victims_left = 0
 
     def add(self, key: K) -> None:
-        lane = self._lane(key)
-        place = self.places.get(lane)
+        home = self._lane(key).home
+        place = self.places.get(home)
         if place is None:
-            place = self._open(lane)
+            place = self._open(home)
         self._place_of[key] = place
         keys = self._keys[place]
         keys[key] = None
@@ -141,9 +151,16 @@ class ByReturn(Generic[K]):
     def rank(self, key: K) -> None:
         """It may be of another lane, and stands behind those that were there before it: the order
         by age is one by ends of requests then, which a look at both ends can do with."""
-        if self._lane(key) != self._lanes[self._place_of[key]]:
+        place = self._place_of[key]
+        if self._lane(key).home != self._lanes[place]:
             self.remove(key)
             self.add(key)
+            return
+        keys = self._keys[place]
+        if next(iter(keys)) == key:  # its row may be of another context
+            self._set_end(2 * place, key)
+        if next(reversed(keys)) == key:
+            self._set_end(2 * place + 1, key)
 
     def remove(self, key: K) -> None:
         place = self._place_of.pop(key)
@@ -224,8 +241,8 @@ class ByReturn(Generic[K]):
         place = self.places[lane] = self._free.pop()
         self._opened += 1
         self._lanes[place] = lane
-        self._kind[place], self._factor[place], stays, self._told[place] = lane
-        self._turn[place] = self._opened | (STAYS if stays else 0)
+        self._factor[place] = lane.factor
+        self._turn[place] = self._opened | (STAYS if lane.stays else 0)
         return place
 
     def _close(self, place: int) -> None:
@@ -242,9 +259,9 @@ class ByReturn(Generic[K]):
         self._lanes += [AgeLane(0, 0.0, False)] * (size - before)
         self._keys += [OrderedDict[K, None]() for _ in range(size - before)]
         self._turn = _longer(self._turn, size, 0)
-        self._kind = _longer(self._kind, size, 0)
-        self._told = _longer(self._told, size, NOTHING)
         self._factor = _longer(self._factor, size, 0.0)
+        self._kind = _longer(self._kind, 2 * size, 0)
+        self._told = _longer(self._told, 2 * size, NOTHING)
         self._since = _longer(self._since, 2 * size, 0.0)
         self._worth = _longer(self._worth, 2 * size, math.inf)
         self._due = _longer(self._due, 2 * size, math.inf)
@@ -253,6 +270,7 @@ class ByReturn(Generic[K]):
 
     def _set_end(self, end: int, key: K) -> None:
         """This key stands there now."""
+        self._kind[end], _, _, self._told[end] = self._lane(key)
         self._since[end] = self._since_of(key)
         self._due[end] = -math.inf
 
@@ -265,15 +283,15 @@ class ByReturn(Generic[K]):
         ends = (self._due <= now).nonzero()[0]
         if len(ends) <= FEW:
             lanes, worth, due = self._lanes, self._worth, self._due
+            kind, told = self._kind, self._told
             for end, since in zip(ends.tolist(), self._since[ends].tolist(), strict=True):
-                kind, factor, _, told = lanes[end >> 1]
-                age = age_of(now - since)
-                worth[end] = factor * table.item(fit.row(kind, told), age)
+                row, age = fit.row(kind.item(end), told.item(end)), age_of(now - since)
+                worth[end] = lanes[end >> 1].factor * table.item(row, age)
                 due[end] = since + _NEXT_AGE_S[age]
             return
         began, places = self._since[ends], ends >> 1
         ages = ages_of(now - began)
-        rows = fit.rows(self._kind[places], self._told[places])
+        rows = fit.rows(self._kind[ends], self._told[ends])
         self._worth[ends] = self._factor[places] * table[rows, ages]
         self._due[ends] = began + NEXT_AGE_S[ages]
 

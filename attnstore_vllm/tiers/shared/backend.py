@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from attnstore_vllm.config.shared import KINDS
+from attnstore_vllm.plain_text import printable
 
 MISSING = -1
 """Result of a get: there is nothing of this name."""
@@ -25,8 +26,19 @@ FAILED = -3
 """The store refused this one, as a full one does."""
 
 
+WORDS_MAX = 512
+"""Characters of what a store says that a log has."""
+
+
 class BackendError(Exception):
-    """The store cannot be asked now. The message is a sentence without secrets."""
+    """The store cannot be asked now. The message is a sentence without secrets.
+
+    It may quote the store, or who stands in between: so what would forge a line of the log, or
+    order a terminal about, is escaped here, and what is long is cut.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message[:WORDS_MAX])[:WORDS_MAX])
 
 
 class NoAnswerError(BackendError):

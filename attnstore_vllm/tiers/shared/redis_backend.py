@@ -23,6 +23,12 @@ LINE_MAX = 64 << 10
 DEFAULT_PORT = 6379
 SCAN_NAMES = 1000
 """Names that Redis looks at for one SCAN, in which no other client is served."""
+SCAN_S = 3600.0
+"""A look at all names is given up after so long: a server could tell of more without end ..."""
+NAMES_MAX = 1 << 22
+"""... and where so many begin alike, which are counted here, and at so many in one answer."""
+NAME_MORE = 512
+"""A name of ours is no longer than what it begins with, and so much."""
 DRAIN_MAX = 1 << 30
 """A value of another size is read away, up to this."""
 
@@ -95,6 +101,9 @@ class RedisBackend(Backend):
         names = set[str]()  # SCAN may tell one twice
         for some in self._scan(prefix):
             names.update(some)
+            if len(names) > NAMES_MAX:
+                self.close()
+                raise BackendError(f"Redis has more than {NAMES_MAX} names that begin so")
         num_bytes, listed = 0, list(names)
         for at in range(0, len(listed), SCAN_NAMES):
             some = listed[at : at + SCAN_NAMES]
@@ -110,17 +119,28 @@ class RedisBackend(Backend):
         return removed
 
     def _scan(self, prefix: str) -> Iterator[list[str]]:
-        """Names: those that are there from the first to the last look at least once."""
+        """Names: those that are there from the first to the last look at least once.
+
+        Raises: BackendError, also where the server tells no end within SCAN_S.
+        """
+        ends, longest = time.monotonic() + SCAN_S, len(prefix) + NAME_MORE
         pattern, cursor = re.sub(r"([*?\[\]\\^-])", r"\\\1", prefix) + "*", "0"
         while True:
             self._send([_command("SCAN", cursor, "MATCH", pattern, "COUNT", str(SCAN_NAMES))])
             self._items()
             cursor = self._bulk()
-            names = list(filter(None, [self._bulk() for _ in range(self._items())]))
+            number = self._items()
+            if number > NAMES_MAX:
+                raise self._refused("*", "")
+            told = (self._bulk() for _ in range(number))
+            names = [name for name in told if name.startswith(prefix) and len(name) <= longest]
             if names:
                 yield names
             if cursor == "0":
                 return
+            if time.monotonic() > ends:
+                self.close()
+                raise BackendError(f"Redis has not told all of its names in {SCAN_S:.0f} s")
 
     def close(self) -> None:
         if self._socket is not None:

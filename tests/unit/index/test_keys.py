@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -103,6 +104,39 @@ def test_tenants_are_hashes_of_their_salt() -> None:
     assert tenant_hash("a") != tenant_hash("b")
     assert tenant_hash("") != tenant_hash(None)
     assert b"secret" not in tenant_hash("secret")
+
+
+@pytest.mark.parametrize("text", ["s", "é", "字"])
+def test_a_long_salt_is_hashed_once_for_all_answers_to_a_prompt(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a request with a copy of it."""
+    hashed = list[bytes]()
+
+    def hash_of(kind: bytes, *parts: bytes) -> bytes:
+        framed = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+        return bytes(blake3(kind + framed).digest())
+
+    def counted(data: bytes) -> Any:
+        hashed.append(data[:4])
+        return blake3(data)
+
+    monkeypatch.setattr(keys_module, "blake3", counted)
+    salt, lora = text * keys_module.LONG_SALT, b"L" * 32
+    tenant = hash_of(b"tenant", salt.encode())
+    roots = {of: hash_of(b"root", NAMESPACE, b"salt" + salt.encode(), of) for of in (b"", lora)}
+    for _ in range(99):
+        copy = f"{salt}."[:-1]
+        assert tenant_hash(copy) == tenant
+        assert root_key(NAMESPACE, copy, b"") == roots[b""]
+        assert root_key(NAMESPACE, copy, lora) == roots[lora]
+    assert sorted(hashed) == [b"root", b"root", b"tena"], "once each"
+    for number in range(3 * keys_module.MADE_MAX):
+        other = salt[: -len(str(number))] + str(number)
+        assert tenant_hash(other) == hash_of(b"tenant", other.encode()) != tenant
+        assert root_key(NAMESPACE[::-1], other, b"") not in roots.values()
+    assert len(keys_module._made_last) == keys_module.MADE_MAX
+    assert tenant_hash(salt) == tenant
 
 
 def test_images_under_equal_placeholders_are_told_apart() -> None:

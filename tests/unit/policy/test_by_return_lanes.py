@@ -29,6 +29,7 @@ from attnstore_vllm.policy.eviction.by_return import (
 from attnstore_vllm.policy.eviction.departures import Departures, departures
 from attnstore_vllm.policy.priority import Priority
 from attnstore_vllm.policy.returns import NUM_KINDS, Fit, ReturnEstimator, kind_of
+from attnstore_vllm.policy.told import NOTHING, ROWS
 from attnstore_vllm.policy.visits import Run, answer
 
 KINDS = [
@@ -273,6 +274,54 @@ def test_keys_may_be_anything() -> None:
         order.add(key)
     assert order.victim(9.0, lambda key: True) == "b"
     assert order.last(9.0) == "c"
+
+
+def test_what_a_context_has_left_is_judged_by_its_kind_once_its_row_is_anothers() -> None:
+    """They stand in one lane. The kind says 1, the row's new owner 5, and what lies between 3."""
+    row, none = 5, np.zeros(0)
+    gone, new = ROWS + row, 2 * ROWS + row
+    names, worths = np.full(ROWS, NOTHING), np.full((NUM_KINDS + ROWS, NUM_AGES), 9.0)
+    names[row] = new
+    worths[1], worths[2], worths[NUM_KINDS + row] = 1.0, 3.0, 5.0
+    fit = Fit(none, none, none, worths, names)
+    lanes = {
+        "gone": AgeLane(1, 1.0, False, gone),
+        "gone too": AgeLane(1, 1.0, False, gone),
+        "gone last": AgeLane(1, 1.0, False, gone),
+        "other": AgeLane(2, 1.0, False),
+        "new": AgeLane(1, 1.0, False, new),
+    }
+    order = ByReturn[str](lambda key: lanes[key], lambda key: 0.0, lambda: fit)
+    for key in lanes:
+        order.add(key)
+        if key == "gone last":  # from here on its context is known no more
+            for name in ("gone", "gone too", "gone last"):
+                lanes[name] = AgeLane(1, 1.0, False)
+    assert len(order.places) == 2
+    left = []
+    for _ in range(len(lanes)):
+        victim = order.victim(9.0, lambda key: True)
+        assert victim is not None
+        left.append(victim)
+        order.remove(victim)
+    assert left == ["gone", "gone too", "gone last", "other", "new"]
+
+
+def test_a_row_that_is_another_contexts_is_seen_when_a_key_is_ranked() -> None:
+    row, none = 5, np.zeros(0)
+    names, worths = np.full(ROWS, NOTHING), np.full((NUM_KINDS + ROWS, NUM_AGES), 9.0)
+    names[row], worths[1], worths[NUM_KINDS + row] = 2 * ROWS + row, 1.0, 5.0
+    fit = Fit(none, none, none, worths, names)
+    lanes = {"a": AgeLane(1, 1.0, False, ROWS + row), "b": AgeLane(1, 2.0, False)}
+    order = ByReturn[str](lambda key: lanes[key], lambda key: 0.0, lambda: fit)
+    order.add("a")
+    order.add("b")
+    assert order.victim(9.0, lambda key: True) == "a"
+    lanes["a"] = AgeLane(1, 1.0, False, 2 * ROWS + row)
+    order.rank("a")
+    order.remove("b")
+    order.add("b")  # nothing is remembered of the last decision
+    assert order.victim(9.0, lambda key: True) == "b"
 
 
 def test_the_first_slots_that_have_left_are_passed_once() -> None:

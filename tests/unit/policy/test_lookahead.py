@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -307,3 +308,16 @@ def test_first_come_first_served_has_no_better_priority() -> None:
         queue.append(request_id)
         queue.want(request_id, request_id[0], ())
     assert queue.outranked(anything) is None
+
+
+@pytest.mark.parametrize("priority", [10**400, -(10**400), 2**64, math.nan, math.inf])
+def test_a_priority_may_be_any_number(priority: float) -> None:
+    """It is a client's: what no float has is the farthest."""
+    ahead = LookAhead[int]()
+    ahead.insert("plain", 0, 0.0)
+    ahead.insert("any", priority, 0.0)
+    ahead.insert("ours", -math.inf, 0.0)
+    ahead.want("any", [1], [1])
+    assert [*ahead] == (["ours", "any", "plain"] if priority < 0 else ["ours", "plain", "any"])
+    assert ahead.remove("any") == [1]
+    assert [*ahead] == ["ours", "plain"]

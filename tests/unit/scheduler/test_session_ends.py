@@ -8,7 +8,7 @@ another run. Then a request ends the session, and the priority of each chunk is 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -355,7 +355,8 @@ def test_who_was_not_looked_up_ends_nothing_that_others_share() -> None:
     unseen = store.unseen_run(NO_TERMS)
     save(system + tokens_of(4, 40), lambda number: unseen)
     store.answered(unseen, 0)
-    store.answered(come(tokens_of(9, 40)).own, 0, [unseen])
+    store.answered(come(tokens_of(9, 40)).own, 0)
+    store.end(deque([unseen]), 1)
     found = [store.residency.index.get(name.key) for name in names_of(sequence_of(system))]
     runs = [store.residency.run_of(chunk) for chunk in found if chunk is not None]
     assert len(runs) == 4
