@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reset of vLLM's prefix cache fails while a request has moved KV.
 
-vLLM has preempted all that ran, and the cache stays as it is: another request waits for its load. So
-vLLM asks for the first one again before a step has told of its preemption. With a prefix cache it
-finds its own blocks by their hidden names; without one its documents are loaded in that very step.
+vLLM has preempted all that ran, and the cache stays as it is: another request waits for its load.
+So vLLM asks for the first one again before a step has told of its preemption. With a prefix cache
+it finds its own blocks by their hidden names; without one its documents are loaded in that step.
 """
 
 from __future__ import annotations
