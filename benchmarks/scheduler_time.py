@@ -97,6 +97,7 @@ def make_request(name: int, tokens: list[int]) -> Any:
         num_tokens=len(tokens),
         num_computed_tokens=0,
         num_in_flight_tokens=0,
+        num_preemptions=0,
     )
 
 

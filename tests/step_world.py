@@ -60,6 +60,7 @@ class Request:
         self.skip_reading_prefix_cache = self.resumable = False
         self.mm_features: Sequence[Any] = []
         self.num_computed_tokens = self.num_in_flight_tokens = self.priority = 0
+        self.num_preemptions = 0
         self.arrival_time = 0.0
         self.__dict__ |= given
         self._counts = counts
@@ -194,6 +195,18 @@ class StepWorld:
         self.report(self.side.build_step(output(told, {})))
         for request in requests:
             request.num_computed_tokens = request.num_tokens
+
+    def preempt(self, request: Any) -> None:
+        """It loses its blocks, in a step that computes nothing."""
+        self.lose(request)
+        told = output({}, {})
+        told.preempted_req_ids = {request.request_id}
+        self.report(self.side.build_step(told))
+
+    def lose(self, request: Any) -> None:
+        """It loses its blocks, and no step has told of it."""
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
 
     def report(self, plan: Any) -> None:
         done = [p.plan_id for p in (*plan.loads, *plan.saves, *plan.saves_before)]

@@ -73,6 +73,7 @@ class Request:
     lora_request: None = None
     resumable: bool = False
     num_computed_tokens: int = 0
+    num_preemptions: int = 0
     num_prompt_tokens: int = 0
 
 

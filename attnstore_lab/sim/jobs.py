@@ -34,6 +34,7 @@ class Plain:
     shared_prefix_boundary: int = 0
     priority: int = 0
     num_in_flight_tokens: int = 0
+    num_preemptions: int = 0
     status: Any = None
     num_output_placeholders: int = 0
     num_stale_output_tokens: int = 0

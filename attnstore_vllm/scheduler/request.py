@@ -267,6 +267,8 @@ class RequestState:
     """The prompts that came before."""
     _heard: object = None
     """The hints of a session's input that were read last."""
+    _preemptions: int = 0
+    """Those that are heard of."""
     _root: Key | None = None
     _lookup: Lookup | None = None
     _inputs: tuple[float, ...] = ()
@@ -326,12 +328,22 @@ class RequestState:
         if self.request.num_tokens == self.request.num_prompt_tokens:  # else one before was used
             self.moved_tokens = self.own_pass_tokens = 0
 
-    def begin_anew(self) -> None:
-        """It was preempted: it may wait again, and will have other blocks."""
+    def begin_anew(self) -> bool:
+        """If it was preempted since the last call: it may wait again, and will have other blocks.
+
+        After a reset vLLM asks for it before a step has told of its preemption, and it may have a
+        new load by then. So the first of the two is heard, and the other clears nothing of that.
+
+        Returns whether it was.
+        """
+        if self._preemptions == self.request.num_preemptions:
+            return False
+        self._preemptions = self.request.num_preemptions
         self.waiting.deadline, self.waiting.is_answered = None, False
         self.computing.scheduled_stop, self.computing.unchecked = 0, ()
         self.asked = self.untaken = None
         self.audited = ()
+        return True
 
     def usable_tokens(self) -> int:
         """How many of its tokens, from the first on, the store may know: whole chunks of them.

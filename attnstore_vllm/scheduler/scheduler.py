@@ -279,6 +279,9 @@ class Scheduler:
             if request.request_id in self._left_alone:
                 self._left_alone[request.request_id].in_hbm = num_computed_tokens
             return 0, False
+        state.begin_anew()
+        if state.offered is None and self._truncation.has_found_moved(state, num_computed_tokens):
+            return None, False
         is_new = state.visit is None
         why_not = self._why_not_look(state, request, num_computed_tokens)
         if why_not is not None:
@@ -309,8 +312,6 @@ class Scheduler:
             return Cause.DISTRUSTED, False
         if state.offered is not None:
             self._offers.withdraw(state)
-        if state.moved is not None:  # it has lost its blocks: vLLM asks of no others
-            self._truncation.take_back(state)
         if state.load_failed is not None:
             return state.load_failed, False
         if self._is_left_alone(request):
@@ -358,7 +359,7 @@ class Scheduler:
         if self._queue is not None:
             self._queue.on_step(output, self.requests)
         if output.preempted_req_ids:
-            self._on_preempted(output.preempted_req_ids, output.num_scheduled_tokens)
+            self._on_preempted(output.preempted_req_ids)
         self._on_inputs(output)
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self.requests.get(request_id)
@@ -434,13 +435,11 @@ class Scheduler:
         is_open = self.stages.is_open or self.documents.is_open
         return self.plans.any_open() or bool(self.rests) or is_open
 
-    def _on_preempted(self, request_ids: Collection[str], scheduled: Collection[str]) -> None:
+    def _on_preempted(self, request_ids: Collection[str]) -> None:
         # Also of those that have ended since a reset took their blocks.
         self.plans.preempted(request_ids)
         for request_id in self.requests.keys() & request_ids:
-            self.requests[request_id].begin_anew()
-            # After a reset vLLM resumes requests in the step that tells of their preemption.
-            if request_id not in scheduled:
+            if self.requests[request_id].begin_anew():  # else vLLM has asked for it since
                 self._truncation.take_back(self.requests[request_id])
 
     def _checks(self, number: int, scheduled: Iterable[str]) -> list[LoadCheck]:

@@ -113,6 +113,23 @@ class Truncation:
             if names is not None:
                 self._kept[state.request.request_id] = names
 
+    def has_found_moved(self, state: RequestState, local: int) -> bool:
+        """vLLM asks for a request without an offer: what it had of moved KV is lost to it.
+
+        Not in vLLM's cache, if a reset has failed: there it finds its own blocks by their hidden
+        names. They are not taken, since from here on its names are vLLM's.
+
+        Args:
+            local: tokens that are in HBM already.
+
+        Returns whether some of those are moved KV: vLLM has to look, and ask, anew.
+        """
+        if state.moved is None:
+            return False
+        is_moved = local > state.moved.start
+        self.take_back(state)
+        return is_moved
+
     def take_back(self, state: RequestState) -> None:
         """The request has lost its blocks, or vLLM takes nothing that was moved. Blocks that it had
         may be in vLLM's cache: they are not named so again."""

@@ -35,6 +35,7 @@ class Request(Protocol):
     arrival_time: float
     num_computed_tokens: int
     num_in_flight_tokens: int
+    num_preemptions: int
     num_output_placeholders: int
     num_stale_output_tokens: int
     drop_stale_output: bool

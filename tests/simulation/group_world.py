@@ -340,6 +340,7 @@ class GroupWorld:
         self.running.remove(job)
         self.hbm.give_back(job.request_id)
         job.num_computed_tokens = 0
+        job.num_preemptions += 1
         preempted.add(job.request_id)
         self.waiting.insert(0, job)
         self.counts["preempted"] += 1

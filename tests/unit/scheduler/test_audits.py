@@ -424,9 +424,7 @@ def test_a_request_that_is_not_looked_up_saves_nothing_behind_what_an_audit_has_
     assert world.ask(request) == 0
     world.start(request, 0)
     world.report(world.side.build_step(output({"goes on": (0, CHUNK)}, {})))
-    lost = output({}, {})
-    lost.preempted_req_ids = {"goes on"}
-    world.report(world.side.build_step(lost))
+    world.preempt(request)
     if is_removed and when != "after":
         removes(world, tokens, 3)
     assert world.ask(request, LENGTH - 1) == 0
@@ -531,10 +529,7 @@ def test_after_a_preemption_it_is_served(start: Start) -> None:
     assert request.found == 0
     plan = world.side.build_step(output({"one": (0, CHUNK)}, {}))
     world.report(plan)
-    lost = output({}, {})
-    lost.preempted_req_ids = {"one"}
-    world.report(world.side.build_step(lost))
-    request.num_computed_tokens = 0
+    world.preempt(request)
     found = world.ask(request)
     assert found == LENGTH - 1
     world.start(request, found)

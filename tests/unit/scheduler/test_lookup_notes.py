@@ -53,10 +53,7 @@ def test_the_state_where_a_preempted_request_parts_is_kept(
     stops = SHARED, PROMPT - 1, PROMPT
     compute(world, second, *stops)
     if is_preempted:
-        told = output({}, {})
-        told.preempted_req_ids = {second.request_id}
-        world.report(world.side.build_step(told))
-        second.num_computed_tokens = 0
+        world.preempt(second)
         compute(world, second, *stops)
         assert second.num_computed_tokens == PROMPT
     answer_in_one_step(world, second)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.step_world import BLOCK, StepWorld
-from tests.vllm_objects import output
 
 KEPT = list(range(1000, 1400))
 CUT = [*KEPT, *range(7000, 7040)]
@@ -81,16 +80,8 @@ def test_each_life_has_names_of_its_own(world: StepWorld) -> None:
         seen.add(request.block_hashes[0])
         world.start(request, found)
         world.end_step(request)
-        plan = world.side.build_step(_preempts(request))
-        world.report(plan)
-        request.num_computed_tokens = 0
+        world.preempt(request)
     assert len(seen) == 3
-
-
-def _preempts(request: Any) -> Any:
-    told = output({}, {})
-    told.preempted_req_ids = {request.request_id}
-    return told
 
 
 def test_what_has_left_is_not_offered_again(world: StepWorld) -> None:
