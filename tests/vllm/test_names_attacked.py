@@ -57,20 +57,48 @@ def test_an_update_of_what_is_no_weight(change: Any) -> None:
 
 
 def test_an_adapter_that_is_written_in_place() -> None:
+    """Also with the reset that concepts.md asks for, behind which the workers look."""
     adapter = SimpleNamespace(rank=8, loras={"q": SimpleNamespace(lora_b=torch.zeros(8))})
-    adapters = LiveAdapters([SimpleNamespace(list_adapters=lambda: {1: Held(adapter)})])
+    held = Held(adapter)
+    adapters = LiveAdapters([SimpleNamespace(list_adapters=lambda: {1: held})])
     before = adapters.tell([1])
     adapter.loras["q"].lora_b.fill_(1.0)
+    adapters.look()
     assert adapters.tell([1]) != before
+
+
+def test_the_slots_of_an_adapter_that_are_written_in_place() -> None:
+    """They are of an adapter as long as it is active: what another leaves there is not its own."""
+    held = Held(SimpleNamespace(rank=8))
+    stack = (torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8))
+    module, slots = SimpleNamespace(lora_b_stacked=stack), [None, None]
+    manager = SimpleNamespace(
+        list_adapters=lambda: {1: held}, lora_index_to_id=slots, modules={"q": module}
+    )
+    adapters = LiveAdapters([manager])
+    (loaded,) = adapters.tell([1]).values()
+
+    def tell() -> bytes | None:
+        adapters.look()
+        return adapters.tell([1])[1]
+
+    slots[1] = 1
+    stack[1][1].fill_(1.0)
+    assert adapters.tell([1])[1] == loaded == tell(), "vLLM has activated it"
+    stack[1][0].fill_(3.0)
+    assert tell() == loaded, "another's slot"
+    stack[1][1, 0, 3, 7] = 2.0
+    assert adapters.tell([1])[1] == loaded, "no step digests adapters without a look"
+    written = tell()
+    assert written != loaded and written == tell()
+    slots[1] = None
+    assert tell() == loaded, "what is written is gone"
+    slots[0], stack[1][0, ...] = 1, 1.0
+    assert tell() == loaded
 
 
 class Held:
     """Of which there are weak references."""
-
-    _one: dict[int, Held] = {}
-
-    def __new__(cls, adapter: Any) -> Held:
-        return cls._one.setdefault(id(adapter), super().__new__(cls))
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
@@ -102,7 +130,8 @@ def test_the_code_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = set()
     for factor in (1, 2):
         (tmp_path / "atk_worker.py").write_text(
-            f"from vllm.v1.worker.cpu_worker import CPUWorker\nclass W(CPUWorker):\n    f = {factor}"
+            "from vllm.v1.worker.cpu_worker import CPUWorker\n"
+            f"class W(CPUWorker):\n    f = {factor}"
         )
         importlib.invalidate_caches()
         sys.modules.pop("atk_worker", None)
