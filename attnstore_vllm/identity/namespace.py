@@ -19,6 +19,7 @@ from attnstore_vllm.engine_start import server_configured_at
 from attnstore_vllm.identity.drafts import drafts_of
 from attnstore_vllm.identity.model_files import check_files, files_of
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
+from attnstore_vllm.identity.named_code import named_code
 from attnstore_vllm.identity.rank import KvFacts
 from attnstore_vllm.identity.vllm_settings import environment, plugins, section_of, settings_of
 from attnstore_vllm.transfer.geometry import Geometry
@@ -75,6 +76,7 @@ def facts_of(
         "files": files_of(vllm_config),
         "geometry": geometry.facts(),
         "ranks": [rank.facts() for rank in ranks],
+        **named_code(vllm_config),
     }
     drafts = drafts_of(vllm_config)
     return facts if drafts is None else facts | {"drafts": section_of(drafts)}
