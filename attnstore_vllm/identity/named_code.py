@@ -31,8 +31,10 @@ FIELDS = {
 """Settings that name code which computes, or sets up what does. A model's own class is found in the
 worker. Not `scheduler_cls`: it decides what runs together in a step, as any scheduler does, and
 computes nothing."""
-_KNOWN = TOLD_BY_VERSION | sys.stdlib_module_names | {"attnstore_vllm", "triton"}
-"""PyTorch pins the version of Triton."""
+_KNOWN = TOLD_BY_VERSION | sys.stdlib_module_names | {
+    "attnstore_vllm", "triton", "compressed_tensors", "flashinfer",
+}  # fmt: skip
+"""PyTorch's version and vLLM's pin those of the last three."""
 _WITHOUT_FILES = re.compile(r"pybind11_|nanobind|_cython_")
 """Modules that tools for bindings make up for their own types."""
 _NAME = re.compile(r"\w+(?:\.\w+)*[.:]\w+")
@@ -55,7 +57,8 @@ def named_code(vllm_config: VllmConfig) -> dict[str, Any]:
     drafts = getattr(drafts_of(vllm_config), "draft_model_config", None)
     for model in (vllm_config.model_config, drafts):
         if model is not None:
-            found |= foreign(_of_configuration(model.hf_config, set()))
+            config = getattr(model, "hf_config", None)
+            found |= foreign(_of_configuration(config, set()))
     return {"code": {"names": names, "digest": digest_of_code(found)}} if found else {}
 
 

@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -52,6 +52,8 @@ _NO_VARIABLES = frozenset(" ".join(VARIABLES.values()).split()) | {
     "PYTHONPATH", "RANK", "TMPDIR", "USER", "WORLD_SIZE",
 }  # fmt: skip
 """They say where a process is, or who it is."""
+NO_CODE = blake3(b"[]").hexdigest()
+"""What digest_of_code() says where versions tell all."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW")
 _REQUIRED = re.compile(r"[\w.-]+")
 
@@ -96,6 +98,22 @@ def digest_of_imports(top: str) -> str:
     code = _Code()
     code.follow(top)
     return "" if code.is_empty() else code.digest()
+
+
+def digest_of_directory(place: Path, but: Collection[Path]) -> str:
+    """Digest of all files below a directory but these, wherever it lies. Cost, Raises: as above."""
+    code = _Code()
+    code.add_all("it", [place], with_imports=False)
+    return code.digest(but, depth=1)
+
+
+def files_below(place: Path) -> list[Path]:
+    """Those that digest_of_directory() reads; of too many none, since no two digests of them are
+    alike."""
+    try:
+        return [file for file, _ in _files_of([place])]
+    except _Endless:
+        return []
 
 
 class _Code:
@@ -152,18 +170,22 @@ class _Code:
             )
             self._facts.add((top, secrets.token_hex(16)))
 
-    def digest(self) -> str:
-        """Reads the files. Raises OSError."""
+    def digest(self, but: Collection[Path] = (), depth: int = 0) -> str:
+        """Reads the files, but for these. Raises OSError.
+
+        Args:
+            depth: folders of a name that do not count.
+        """
         left = CONTENT_BYTES
         found = set(self._facts)
-        stats = [(file, file.stat()) for file in self._files]
+        stats = [(file, file.stat()) for file in self._files if file not in but]
         for file, stat in sorted(stats, key=lambda it: (it[0].suffix != ".py", it[1].st_size)):
             if stat.st_size <= left:
                 left -= stat.st_size
                 told = blake3(file.read_bytes()).hexdigest()
             else:
                 told = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-            found.add((self._files[file], told))
+            found.add((self._files[file].split("/", depth)[-1], told))
         return blake3(json.dumps(sorted(found)).encode()).hexdigest()
 
     def _add_top(self, top: str) -> bool:
