@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.live_model import outermost
-from attnstore_vllm.identity.named_code import foreign, modules_of
+from attnstore_vllm.identity.named_code import foreign, modules_of_attributes
 from attnstore_vllm.identity.own_code import TOLD_BY_VERSION, digest_of_code
 from attnstore_vllm.transfer.layout import LayerLayout
 
@@ -147,8 +147,8 @@ def _digest_code(layers: Mapping[str, Any]) -> str:
     """
     every = [module for top in outermost(layers.values()) for module in top.modules()]
     kinds = {kind for module in every for kind in type(module).__mro__}
-    seen: set[int] = set()
-    held = (name for module in every for name in modules_of(vars(module), seen))
+    seen: set[tuple[int, int]] = set()
+    held = (name for module in every for name in modules_of_attributes(module, seen))
     return digest_of_code({kind.__module__ for kind in kinds} | foreign(held))
 
 

@@ -11,6 +11,7 @@ import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ _WITHOUT_FILES = re.compile(r"pybind11_|nanobind|_cython_")
 """Modules that tools for bindings make up for their own types."""
 _NAME = re.compile(r"\w+(?:\.\w+)*[.:]\w+")
 _DEPTH = 2
-_ITEMS_MAX = 64
+_ITEMS_MAX = 1024
+"""Of a list, or another container, that are looked at."""
 
 
 def named_code(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -72,32 +74,41 @@ def foreign(modules: Iterable[str | None]) -> set[str]:
     }
 
 
-def modules_of(value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[str | None]:
+def modules_of(value: Any, seen: set[tuple[int, int]], depth: int = _DEPTH) -> Iterator[str | None]:
     """Modules of the code that a value is made of, and of what it has as attributes.
 
     Args:
-        seen: ids of what was looked at already.
+        seen: what was looked at already, by id and depth.
         depth: of attributes of attributes.
     """
+    if isinstance(value, str | int | float | None) or (id(value), depth) in seen:
+        return
+    seen.add((id(value), depth))
     if isinstance(value, type):
         yield from (kind.__module__ for kind in value.__mro__)
     elif isinstance(value, MethodType):
         yield value.__func__.__module__
+        yield from modules_of(value.__self__, seen, depth)
     elif isinstance(value, FunctionType | BuiltinFunctionType):
         yield value.__module__
     elif isinstance(value, functools.partial):
         yield from modules_of(value.func, seen, depth)
-    elif isinstance(value, nn.Module | torch.Tensor | str | int | float | None):
-        return
     elif isinstance(value, Mapping | list | tuple | set | frozenset):
-        items = list(value.values() if isinstance(value, Mapping) else value)
-        for item in items[:_ITEMS_MAX]:
+        items = value.values() if isinstance(value, Mapping) else value
+        for item in islice(items, _ITEMS_MAX):
             yield from modules_of(item, seen, depth)
-    elif id(value) not in seen:
-        seen.add(id(value))
+    elif not isinstance(value, nn.Module | torch.Tensor):
         yield from (kind.__module__ for kind in type(value).__mro__)
         if depth:
-            yield from modules_of(getattr(value, "__dict__", {}), seen, depth - 1)
+            yield from modules_of_attributes(value, seen, depth - 1)
+
+
+def modules_of_attributes(
+    holder: object, seen: set[tuple[int, int]], depth: int = _DEPTH
+) -> Iterator[str | None]:
+    """See modules_of()."""
+    for value in list(getattr(holder, "__dict__", {}).values()):
+        yield from modules_of(value, seen, depth)
 
 
 def _named(value: Any) -> Iterator[str | None]:
