@@ -23,12 +23,12 @@ _NAMES_ONLY = frozenset({"id", "module_name"})
 
 
 @dataclass(slots=True)
-class _Told:
+class _LiveAdapter:
     adapter: ReferenceType[Any]
     held: bytes
     """Digest of what vLLM holds of it."""
     slots: bytes | None
-    """Of what lies in its slots; None: it has none, or nothing has been asked since it came."""
+    """The same of its slots; None: it has none, or nothing has been asked since it came."""
     is_new: bool = True
     """Digested since the last look."""
     identity: bytes = b""
@@ -43,7 +43,7 @@ class LiveAdapters:
 
     def __init__(self, managers: Iterable[Any] = ()) -> None:
         self._managers = list(managers)
-        self._known: dict[int, _Told] = {}
+        self._known: dict[int, _LiveAdapter] = {}
 
     @classmethod
     def of(cls, tops: Iterable[torch.nn.Module]) -> LiveAdapters:
@@ -84,7 +84,7 @@ class LiveAdapters:
             hasher = blake3(max_threads=blake3.AUTO)
             _add(hasher, adapter)
             first = slots if known is None or known.slots is None else known.slots
-            known = self._known[number] = _Told(ref(adapter), hasher.digest(), first)
+            known = self._known[number] = _LiveAdapter(ref(adapter), hasher.digest(), first)
         known.slots = slots if known.slots is None else known.slots
         # vLLM has made its slots of it. What lies there else was written in place.
         is_same = slots is None or slots == known.slots

@@ -84,7 +84,7 @@ class _Look:
     packed: tuple[weakref.ref[Callable[..., object]], ...]
     """Objects of kernels that hold packed weights."""
     code: tuple[object, ...]
-    """What a forward pass runs: functions `forward`, and hooks."""
+    """Functions `forward`, and hooks: a forward pass runs them."""
 
     def is_same(self, other: _Look) -> bool:
         return (
@@ -233,7 +233,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _beside(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside parameters, buffers and modules."""
+    """Attributes of a module beside parameters, buffers and modules."""
     return {} if type(module).__module__.startswith(_OF_ADAPTERS) else vars(module)
 
 
@@ -255,7 +255,7 @@ def _lasts(name: str) -> bool:
 
 
 def _code(model: nn.Module) -> Iterator[object]:
-    """Of each module `forward`, its class's and one of its own, and the hooks. None: no own."""
+    """Each module's `forward`, its class's and one of its own, and the hooks. None: no own."""
     for module in model.modules():
         yield type(module).forward
         yield vars(module).get("forward")

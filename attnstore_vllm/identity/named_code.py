@@ -41,7 +41,7 @@ _WITHOUT_FILES = re.compile(r"pybind11_|nanobind|_cython_")
 _NAME = re.compile(r"\w+(?:\.\w+)*[.:]\w+")
 _DEPTH = 2
 _ITEMS_MAX = 1024
-"""Of a list, or another container, that are looked at."""
+"""Items of a list, or another container, that are looked at."""
 
 
 def named_code(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def named_code(vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def foreign(modules: Iterable[str | None]) -> set[str]:
-    """Of these modules those whose code no version tells that is in the namespace."""
+    """Those of the modules whose code no version tells that is in the namespace."""
     found = {module for module in modules if module}
     return {
         module

@@ -53,7 +53,7 @@ _NO_VARIABLES = frozenset(" ".join(VARIABLES.values()).split()) | {
 }  # fmt: skip
 """They say where a process is, or who it is."""
 NO_CODE = blake3(b"[]").hexdigest()
-"""What digest_of_code() says where versions tell all."""
+"""Said by digest_of_code() where versions tell all."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW")
 _REQUIRED = re.compile(r"[\w.-]+")
 
@@ -146,7 +146,7 @@ class _Code:
         return not self._files and not self._facts
 
     def follow(self, top: str) -> None:
-        """What a package imports, and not the package itself."""
+        """Add all that a package imports, and not the package itself."""
         self._whole[top] = self._whole.get(top, False)
         with contextlib.suppress(_Endless):
             for file, _ in _files_of(_places(top)):
@@ -209,7 +209,7 @@ class _Code:
             self._read(file)
 
     def _read(self, file: Path) -> None:
-        """What it imports, and the environment that it reads."""
+        """Add all that it imports, and the environment that it reads."""
         text = file.read_text("utf-8", "replace")
         for match in _IMPORT.finditer(text):
             one, several, called = match.groups()
@@ -223,7 +223,7 @@ class _Code:
                 self._facts.add((f"environ {name}", value))
 
     def _add_required(self, package: str) -> None:
-        """What an installed package requires, which may be installed by `pip install -e`."""
+        """Add all that an installed package requires: it may be installed by `pip install -e`."""
         for line in importlib.metadata.distribution(package).requires or ():
             found = _REQUIRED.match(line)
             if found is not None and "extra ==" not in line:
