@@ -166,10 +166,13 @@ def hook(module, args, output):
         lambda module, its: setattr(module, "backend", its.Scheme),
         lambda module, its: setattr(module, "schemes", [its.Scheme()]),
         lambda module, its: setattr(module, "quant_method", SimpleNamespace(scheme=its.Scheme())),
+        lambda module, its: setattr(
+            module, "impl", SimpleNamespace(kernel=SimpleNamespace(scheme=its.Scheme()))
+        ),
         lambda module, its: setattr(module, "forward", functools.partial(its.hook, module)),
         lambda module, its: module.register_forward_hook(its.hook),
     ],
-    ids=["method", "backend", "schemes", "scheme", "forward", "hook"],
+    ids=["method", "backend", "schemes", "scheme", "kernel", "forward", "hook"],
 )
 def test_the_code_of_what_modules_have_as_attributes(
     give: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
