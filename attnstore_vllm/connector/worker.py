@@ -354,6 +354,8 @@ class Worker:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass, and before anything is written to blocks that changed hands."""
         self._plan = plan
+        if plan.looks_at_weights:
+            self.adapters.look()
         if self._node_store is not None and plan.orders:
             self._node_store.disk.begin(plan.orders)
         self._hooked.clear()

@@ -3,19 +3,35 @@
 
 Neither a name, an id, a path nor the files say what a worker computes with: files are replaced
 after they were read, an adapter is loaded again under its id, or leaves the cache and comes back.
+A trainer may write into the tensors, or into the slots on the device that vLLM computes with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from blake3 import blake3
 
+from attnstore_vllm.identity.live_model import digest_of
+
 _NAMES_ONLY = frozenset({"id", "module_name"})
 """Fields in which two copies of one adapter may differ."""
+
+
+@dataclass(slots=True)
+class _LiveAdapter:
+    adapter: ReferenceType[Any]
+    held: bytes
+    """Digest of what vLLM holds of it."""
+    slots: bytes | None
+    """The same of its slots; None: it has none, or nothing has been asked since it came."""
+    is_new: bool = True
+    """Digested since the last look."""
+    identity: bytes = b""
 
 
 class LiveAdapters:
@@ -27,7 +43,7 @@ class LiveAdapters:
 
     def __init__(self, managers: Iterable[Any] = ()) -> None:
         self._managers = list(managers)
-        self._known: dict[int, tuple[ReferenceType[Any], bytes]] = {}
+        self._known: dict[int, _LiveAdapter] = {}
 
     @classmethod
     def of(cls, tops: Iterable[torch.nn.Module]) -> LiveAdapters:
@@ -36,11 +52,17 @@ class LiveAdapters:
         found = [getattr(top, "lora_manager", None) for top in tops]
         return cls(manager for manager in found if manager is not None)
 
-    def tell(self, ids: Iterable[int]) -> dict[int, bytes | None]:
-        """Tell what these are now; None: not loaded.
+    def look(self) -> None:
+        """They may have been written in place: what tell() says next is made of their bytes, and no
+        longer of what it said before."""
+        for known in self._known.values():
+            known.is_new = False
 
-        Cost: a look-up each. An adapter that was not seen before is digested, once: all its bytes,
-        1.4 GB/s on one core; vLLM has just read them from its files.
+    def tell(self, ids: Iterable[int]) -> dict[int, bytes | None]:
+        """Tell what these are, as of when they were loaded or of the last look(); None: not loaded.
+
+        Cost: a look-up each. An adapter that was not seen since is digested, once: all its bytes,
+        1.4 GB/s on one core, and its slots, at the memory's speed.
         """
         if not self._managers:
             return {}
@@ -52,11 +74,39 @@ class LiveAdapters:
             self._known.pop(number, None)
             return None
         known = self._known.get(number)
-        if known is None or known[0]() is not adapter:
+        if known is not None and known.adapter() is not adapter:
+            known = None
+        has_slots = known is not None and known.slots is not None
+        if known is not None and known.is_new and (has_slots or not self._is_active(number)):
+            return known.identity
+        slots = self._digest_slots(number)
+        if known is None or not known.is_new:
             hasher = blake3(max_threads=blake3.AUTO)
             _add(hasher, adapter)
-            known = self._known[number] = (ref(adapter), hasher.digest())
-        return known[1]
+            first = slots if known is None or known.slots is None else known.slots
+            known = self._known[number] = _LiveAdapter(ref(adapter), hasher.digest(), first)
+        known.slots = slots if known.slots is None else known.slots
+        # vLLM has made its slots of it. What lies there else was written in place.
+        is_same = slots is None or slots == known.slots
+        known.identity = known.held if is_same else blake3(known.held + (slots or b"")).digest()
+        return known.identity
+
+    def _is_active(self, number: int) -> bool:
+        return number in getattr(self._managers[0], "lora_index_to_id", ())
+
+    def _digest_slots(self, number: int) -> bytes | None:
+        if not self._is_active(number):
+            return None
+        of = self._managers[0].lora_index_to_id
+        slot, tensors = of.index(number), list[tuple[str, torch.Tensor]]()
+        for name, module in self._managers[0].modules.items():
+            for key, value in vars(module).items():
+                # A mixture of experts has lists of views beside tuples.
+                stacks = value if isinstance(value, tuple) else (value,)
+                for number_of, stack in enumerate(stacks if key.endswith("_stacked") else ()):
+                    if isinstance(stack, torch.Tensor) and len(stack) == len(of):
+                        tensors.append((f"{name}.{key}.{number_of}", stack[slot]))
+        return digest_of(tensors)
 
 
 def _add(hasher: Any, value: Any) -> None:

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from xxhash import xxh3_128
 
@@ -25,6 +29,15 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
 _LATENT_WEIGHTS = ("_w_uk_packed", "_w_uv_packed", "_w_scale")
 """Where vLLM's kernel for latents (MLA) on processors with AMX has what it took of `kv_b_proj`."""
+_OF_STEPS = re.compile(r"^kv_cache$|buf|workspace|scratch", re.IGNORECASE)
+"""Names of plain tensors that steps write to: their content is no model's."""
+_OF_COMPILERS = frozenset({"training", "compiled", "first_compile",
+                           "was_aot_compile_fn_loaded_from_disk"})  # fmt: skip
+"""Plain values that say how far torch.compile() is, and PyTorch's own that vLLM does not read."""
+_OF_ADAPTERS = "vllm.lora."
+"""Where the modules are from that adapters are put into: identity/live_lora.py tells those."""
+_NUMBERS = frozenset({bool, int, float})
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FAULTS = (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """Errors that a tensor of an unusual kind may raise when it is looked at."""
 
@@ -67,23 +80,34 @@ def models_of(layers: Mapping[str, nn.Module], at_most: int = 1) -> list[nn.Modu
 @dataclass(frozen=True, slots=True)
 class _Look:
     digest: bytes
-    """Digest of every byte of the weights that are tensors."""
+    """Digest of every byte of the tensors, and of the plain numbers."""
     packed: tuple[weakref.ref[Callable[..., object]], ...]
     """Objects of kernels that hold packed weights."""
+    code: tuple[object, ...]
+    """Functions `forward`, and hooks: a forward pass runs them."""
 
     def is_same(self, other: _Look) -> bool:
         return (
             self.digest == other.digest
+            and self.runs_same(other)
             and len(self.packed) == len(other.packed)
             and all(a() is b() is not None for a, b in zip(self.packed, other.packed, strict=True))
         )
+
+    def runs_same(self, other: _Look) -> bool:
+        return len(self.code) == len(other.code) and all(map(operator.is_, self.code, other.code))
 
 
 class LiveWeights:
     """Sees whether the weights of models have changed, and names what they are now. Keeps no copy.
 
+    What modules hold beside weights counts as they do: tables, plain tensors and numbers. So do
+    hooks and `forward`, each by the object that it is. *Not seen*: what a hook or a kernel's object
+    holds, and code that is put into vLLM's functions from elsewhere.
+
     Cost: reads them once at start and once for each question: at the memory's speed on a GPU, at
-    about 10 GB/s on the CPU, where most are packed and told by the object that has them.
+    about 10 GB/s on the CPU, where most are packed and told by the object that has them. The rest
+    takes 50 us for each module: 25 ms of a model with 48 layers.
     """
 
     def __init__(
@@ -120,8 +144,8 @@ class LiveWeights:
             self.name = None
         elif now.is_same(first):
             self.name = b""
-        else:  # an object of a kernel says that its weight is another one, and not which
-            self.name = None if now.packed else now.digest
+        else:  # an object says that it is another one, and not which
+            self.name = now.digest if now.runs_same(first) and not now.packed else None
 
     def _look(self) -> _Look | None:
         if not self._models:
@@ -131,6 +155,7 @@ class LiveWeights:
                 return _Look(
                     b"".join(map(digest, self._models)),
                     tuple(chain.from_iterable(map(_packed, self._models))),
+                    tuple(chain(_hooks_of_all(), *map(_code, self._models))),
                 )
         except _FAULTS as error:
             self._models = ()
@@ -146,12 +171,16 @@ class LiveWeights:
 
 
 def digest(model: nn.Module) -> bytes:
-    """Digest of all parameters and persistent buffers, byte by byte. Others are made of the
-    settings."""
-    hasher = xxh3_128()  # ten times as fast as BLAKE3, and a request waits for it
+    """Digest of all parameters, buffers and plain tensors, byte by byte, and of plain numbers."""
+    return digest_of(_tensors(model), repr(list(_numbers(model))).encode())
+
+
+def digest_of(tensors: Iterable[tuple[str, torch.Tensor]], beside: bytes = b"") -> bytes:
+    """Digest of named tensors, wherever they are. Against no attacker: see checksum()."""
+    hasher = xxh3_128(beside)  # ten times as fast as BLAKE3, and a request waits for it
     sums: list[torch.Tensor] = []
     table: dict[torch.device, torch.Tensor] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors:
         hasher.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         hasher.update(f"{tensor.stride()}\0".encode())  # its bytes come in the memory's order
         for piece in _pieces(tensor):
@@ -189,15 +218,55 @@ def checksum(piece: torch.Tensor, tables: dict[torch.device, torch.Tensor]) -> t
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     for name, module in model.named_modules():
-        found = [*module._parameters.items(), *module._buffers.items()]
-        for own, tensor in found:
-            if tensor is None or id(tensor) in seen or own in module._non_persistent_buffers_set:
+        beside = _beside(module).items()
+        plain = [(k, v) for k, v in beside if isinstance(v, torch.Tensor) and _lasts(k)]
+        unsaved = module._non_persistent_buffers_set
+        buffers = [(k, v) for k, v in module._buffers.items() if k not in unsaved or _lasts(k)]
+        for own, tensor in (*module._parameters.items(), *buffers, *plain):
+            if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             yield from _inner(f"{name}.{own}", tensor.detach())
     for name, _, held in _latent_kernels(model):
         for own, tensor in held.items():
             yield from _inner(f"{name}.impl.{own}", tensor.detach())
+
+
+def _beside(module: nn.Module) -> dict[str, Any]:
+    """Attributes of a module beside parameters, buffers and modules."""
+    return {} if type(module).__module__.startswith(_OF_ADAPTERS) else vars(module)
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    for name, module in model.named_modules():
+        held = _beside(module)
+        yield name, sorted(it for it in held.items() if _is_number(it[1]) and _lasts(it[0]))
+
+
+def _is_number(value: Any) -> bool:
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return all(type(item) in _NUMBERS for item in value)
+    return kind in _NUMBERS
+
+
+def _lasts(name: str) -> bool:
+    return name not in _OF_COMPILERS and _OF_STEPS.search(name) is None
+
+
+def _code(model: nn.Module) -> Iterator[object]:
+    """Each module's `forward`, its class's and one of its own, and the hooks. None: no own."""
+    for module in model.modules():
+        yield type(module).forward
+        yield vars(module).get("forward")
+        for kind in _HOOKS:
+            yield from vars(module)[kind].values()
+
+
+def _hooks_of_all() -> Iterator[object]:
+    """Those that PyTorch calls for every module."""
+    for kind in _HOOKS:
+        yield from getattr(torch_modules, f"_global{kind}").values()
 
 
 def _latent_kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:

@@ -2,7 +2,8 @@
 """Facts that a model's files give beside its weights: how media are made ready for it, above all.
 
 All small files of settings and code that stand in the model's directory count, by content, unless
-it is known that nothing in KV depends on them.
+it is known that nothing in KV depends on them. Of a model with code of its own all files count: no
+one knows what it reads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.metadata
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,15 +20,17 @@ from blake3 import blake3
 
 from attnstore_vllm.identity.drafts import draft_model_of, drafts_of
 from attnstore_vllm.identity.moved_files import check_branch, check_unmoved
+from attnstore_vllm.identity.own_code import digest_of_directory, files_below
+from attnstore_vllm.identity.weights import weight_files
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
 _SUFFIXES = (".json", ".py", ".yaml", ".yml")
 _LEFT_OUT = (
-    # The model's configuration as vLLM uses it is in the namespace as such.
+    # The configuration as vLLM uses it is in the namespace as such. But see _reads_config().
     "config.json",
     "params.json",
     # They make tokens of text, or choose tokens: the keys are of tokens.
@@ -42,6 +45,10 @@ _VOCABULARIES = (
     "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "vocab.txt", "tokenizer.model", "tokenizer_config.json",
 )  # fmt: skip
+_READS_CONFIG = "Dots3Note"
+"""Begins the names of models that read sections of the directory's config.json by themselves."""
+_BELOW = ("whisper-large-v3/config.json",)
+"""Files below the directory that models of vLLM read: Kimi-Audio's of its encoder."""
 _LEFT_OUT_OF_TEXT = "tokenizer_config.json"
 """A file that is left out for text; for a model that takes media it says which processor there
 is."""
@@ -63,11 +70,16 @@ class _Origin(NamedTuple):
         return self.directory.parent.name == "snapshots"
 
 
-def files_of(vllm_config: VllmConfig) -> dict[str, str]:
+def files_of(vllm_config: VllmConfig, *, has_own_code: bool = False) -> dict[str, str]:
     """Names and digests of the files, and versions of the libraries that read them.
 
     A model that takes media and whose files are not found gets a random identity: nothing of it
-    is found again after a restart. Cost: reads each file whole, some MB at most, once at start.
+    is found again after a restart. Cost: reads each file whole, some MB at most, once at start; for
+    code of its own as much as digest_of_code() for each directory.
+
+    Args:
+        has_own_code: the model has classes that no version tells, which may read any file.
+    Raises: OSError.
     """
     model, places = vllm_config.model_config, _places(vllm_config)
     if not _of_the_model(vllm_config) and model.is_multimodal_model:
@@ -81,10 +93,15 @@ def files_of(vllm_config: VllmConfig) -> dict[str, str]:
     for name, file in _files(vllm_config, places):
         digests.setdefault(name, set()).add(blake3(file.read_bytes()).hexdigest())
     found = {name: " ".join(sorted(several)) for name, several in digests.items()}
+    if has_own_code:
+        whole = [
+            digest_of_directory(at, _told_as_weights(vllm_config, at)) for at in _every(places)
+        ]
+        found["all"] = " ".join(whole)
     return found | {f"version of {name}": _version(name) for name in _LIBRARIES}
 
 
-def check_files(vllm_config: VllmConfig, begun_at: float) -> None:
+def check_files(vllm_config: VllmConfig, begun_at: float, *, has_own_code: bool = False) -> None:
     """Raise ValueError if one of the files may not be as vLLM has read it.
 
     A file that was taken away since is not seen as such, but its directory has changed. Snapshots
@@ -92,6 +109,7 @@ def check_files(vllm_config: VllmConfig, begun_at: float) -> None:
 
     Args:
         begun_at: Unix seconds, by the clock of file systems, before vLLM has read one.
+        has_own_code: see files_of().
     Raises: OSError.
     """
     places = _places(vllm_config)
@@ -102,7 +120,23 @@ def check_files(vllm_config: VllmConfig, begun_at: float) -> None:
             raise ValueError(
                 f"a file came to {place.directory}, or left it, while the server was starting"
             )
-    check_unmoved([file for _, file in _files(vllm_config, places)], begun_at)
+    found = [file for _, file in _files(vllm_config, places)]
+    for at in _every(places) if has_own_code else ():
+        found += set(files_below(at)) - _told_as_weights(vllm_config, at)
+    check_unmoved(found, begun_at)
+
+
+def _every(places: Iterable[_Origin]) -> list[Path]:
+    return list(dict.fromkeys(place.directory for place in places))
+
+
+def _told_as_weights(vllm_config: VllmConfig, directory: Path) -> set[Path]:
+    """Files that identity/weights.py names: of made-up weights there are none."""
+    load_format = str(vllm_config.load_config.load_format)
+    try:
+        return set() if load_format == "dummy" else set(weight_files(directory, load_format))
+    except ValueError:
+        return set()
 
 
 def _places(vllm_config: VllmConfig) -> list[_Origin]:
@@ -126,9 +160,13 @@ def _files(vllm_config: VllmConfig, places: Sequence[_Origin]) -> Iterator[tuple
     model, draft = vllm_config.model_config, draft_model_of(vllm_config)
     # Drafts with a vocabulary of their own are made of both tokenizers.
     maps = bool(getattr(drafts_of(vllm_config), "use_heterogeneous_vocab", False))
+    reads_config = _reads_config(model)
     for number, place in enumerate(places):
+        below = [place.directory / name for name in _BELOW if model.is_multimodal_model]
+        yield from ((file.parent.name, file) for file in below if file.is_file())
         for file in place.directory.iterdir():
-            if _counts(file, model.is_multimodal_model):
+            is_read = reads_config and file.name == "config.json"
+            if is_read or _counts(file, model.is_multimodal_model):
                 yield file.name, file
             elif maps and file.name in _VOCABULARIES:
                 yield f"{number} {file.name}", file
@@ -139,6 +177,14 @@ def _files(vllm_config: VllmConfig, places: Sequence[_Origin]) -> Iterator[tuple
         overrides = getattr(one, "hf_overrides", None)  # of drafts it may be a function
         if isinstance(overrides, dict) and (named := overrides.get("quantization_config_file")):
             yield f"quantization of the {of}", Path(named)
+
+
+def _reads_config(model: ModelConfig) -> bool:
+    """Whether media may be made ready by what the directory's own config.json says: vLLM reads it
+    for some, also where a setting has replaced it for the model."""
+    is_replaced = bool(model.hf_overrides or model.hf_config_path)
+    reads = any(name.startswith(_READS_CONFIG) for name in model.architectures)
+    return model.is_multimodal_model and (is_replaced or reads)
 
 
 def _counts(file: Path, takes_media: bool) -> bool:

@@ -19,6 +19,8 @@ from attnstore_vllm.engine_start import server_configured_at
 from attnstore_vllm.identity.drafts import drafts_of
 from attnstore_vllm.identity.model_files import check_files, files_of
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
+from attnstore_vllm.identity.named_code import named_code
+from attnstore_vllm.identity.own_code import NO_CODE
 from attnstore_vllm.identity.rank import KvFacts
 from attnstore_vllm.identity.vllm_settings import environment, plugins, section_of, settings_of
 from attnstore_vllm.transfer.geometry import Geometry
@@ -50,7 +52,8 @@ def fingerprint(
     facts = facts_of(vllm_config, geometry, ranks, version)
     facts["weights"] = weights
     try:  # once they are read: what changes from now on is not in these facts
-        check_files(vllm_config, server_configured_at() - FILE_CLOCK_S)
+        begun_at = server_configured_at() - FILE_CLOCK_S
+        check_files(vllm_config, begun_at, has_own_code=_has_own_code(ranks))
     except (OSError, ValueError) as error:
         logger.warning(
             "AttnStore cannot tell the files beside the weights of %s: %s. What it stores now is "
@@ -72,9 +75,15 @@ def facts_of(
         "settings": settings_of(vllm_config),
         "environment": environment(),
         "plugins": plugins(),
-        "files": files_of(vllm_config),
+        "files": files_of(vllm_config, has_own_code=_has_own_code(ranks)),
         "geometry": geometry.facts(),
         "ranks": [rank.facts() for rank in ranks],
+        **named_code(vllm_config),
     }
     drafts = drafts_of(vllm_config)
     return facts if drafts is None else facts | {"drafts": section_of(drafts)}
+
+
+def _has_own_code(ranks: Sequence[KvFacts]) -> bool:
+    """Whether a rank's model has code that no version tells."""
+    return bool({dict(rank.live).get("code", NO_CODE) for rank in ranks} - {NO_CODE})

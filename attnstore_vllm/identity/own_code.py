@@ -3,12 +3,16 @@
 
 Told by its version is the code of an installed package, but for `pip install -e`. All other code
 counts by content: of a package all files, of a module its file. So does what they import, as their
-text says it. *Not seen*: a name that is put together at run time, and a file that is edited within
-an installed package.
+text says it, and of an installed package what its metadata requires. The environment variables
+that their text names count as well.
+
+*Not seen*: a name that is put together at run time, and a file that is edited within an installed
+package.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -18,10 +22,12 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from blake3 import blake3
+
+from attnstore_vllm.identity.left_out import VARIABLES
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +36,7 @@ TOLD_BY_VERSION = frozenset({"vllm", "torch", "transformers", "builtins", "typin
 _OF_MODELS = "transformers_modules"
 """The package that Transformers copies all models' own code into, each into a folder of its own."""
 _NOT_FOLLOWED = TOLD_BY_VERSION | sys.stdlib_module_names | {_OF_MODELS, "attnstore_vllm"}
-_SUFFIXES = (".py", ".pyx", ".so", ".c", ".cc", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".ptx",
-             ".cubin", ".json", ".yaml", ".yml")  # fmt: skip
+_COMPILED = (".pyc", ".pyo")
 CONTENT_BYTES = 64 << 20
 """The most that is read; files beyond it, the largest, count by size and times."""
 ENTRIES_MAX = 100_000
@@ -41,6 +46,16 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _RELATIVE = re.compile(r"from[ \t]+(\.+)([\w.]*)[\s\\]+import[\s\\(]+([\w., \t\n]*)")
+_VARIABLE = re.compile(r"(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*[\"'](\w+)")
+_NO_VARIABLES = frozenset(" ".join(VARIABLES.values()).split()) | {
+    "HOME", "HOSTNAME", "LOCAL_WORLD_SIZE", "LOGNAME", "MASTER_ADDR", "MASTER_PORT", "PATH", "PWD",
+    "PYTHONPATH", "RANK", "TMPDIR", "USER", "WORLD_SIZE",
+}  # fmt: skip
+"""They say where a process is, or who it is."""
+NO_CODE = blake3(b"[]").hexdigest()
+"""Said by digest_of_code() where versions tell all."""
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW")
+_REQUIRED = re.compile(r"[\w.-]+")
 
 
 class _Endless(Exception):
@@ -77,6 +92,30 @@ def digest_of_package(top: str, *, with_imports: bool) -> str:
     return code.digest()
 
 
+def digest_of_imports(top: str) -> str:
+    """Digest of what a package imports whose version tells its own code; empty: nothing that
+    counts. Cost, Raises: as above."""
+    code = _Code()
+    code.follow(top)
+    return "" if code.is_empty() else code.digest()
+
+
+def digest_of_directory(place: Path, but: Collection[Path]) -> str:
+    """Digest of all files below a directory but these, wherever it lies. Cost, Raises: as above."""
+    code = _Code()
+    code.add_all("it", [place], with_imports=False)
+    return code.digest(but, depth=1)
+
+
+def files_below(place: Path) -> list[Path]:
+    """Those that digest_of_directory() reads; of too many none, since no two digests of them are
+    alike."""
+    try:
+        return [file for file, _ in _files_of([place])]
+    except _Endless:
+        return []
+
+
 class _Code:
     """Files by the name that each counts by, and facts that need no file. Where a file lies does
     not count."""
@@ -90,15 +129,29 @@ class _Code:
     def add_root(self, module: str) -> None:
         """The module of a class that is in use."""
         top, name = module.partition(".")[0], module.rpartition(".")[2]
-        file = getattr(sys.modules.get(module), "__file__", None)
         if top in TOLD_BY_VERSION:
             return
-        if not isinstance(file, str) or not os.path.isfile(file):
+        file = _file_of(module)
+        if file is None:
             self._facts.add((name, secrets.token_hex(16)))
         elif top == _OF_MODELS:
-            self._add_copied(Path(file), name)
-        elif top in sys.stdlib_module_names or not self._add_top(top):
-            self._files[Path(file)] = name
+            self._add_copied(file, name)
+        elif top in sys.stdlib_module_names:
+            self._files[file] = name
+        elif not self._add_top(top):
+            self._files[file] = name
+            self.follow(top)
+
+    def is_empty(self) -> bool:
+        return not self._files and not self._facts
+
+    def follow(self, top: str) -> None:
+        """Add all that a package imports, and not the package itself."""
+        self._whole[top] = self._whole.get(top, False)
+        with contextlib.suppress(_Endless):
+            for file, _ in _files_of(_places(top)):
+                if file.suffix == ".py":
+                    self._read(file)
 
     def add_all(self, top: str, places: Sequence[Path], *, with_imports: bool) -> None:
         """All files of these, and all that they import."""
@@ -117,18 +170,22 @@ class _Code:
             )
             self._facts.add((top, secrets.token_hex(16)))
 
-    def digest(self) -> str:
-        """Reads the files. Raises OSError."""
+    def digest(self, but: Collection[Path] = (), depth: int = 0) -> str:
+        """Reads the files, but for these. Raises OSError.
+
+        Args:
+            depth: folders of a name that do not count.
+        """
         left = CONTENT_BYTES
         found = set(self._facts)
-        stats = [(file, file.stat()) for file in self._files]
+        stats = [(file, file.stat()) for file in self._files if file not in but]
         for file, stat in sorted(stats, key=lambda it: (it[0].suffix != ".py", it[1].st_size)):
             if stat.st_size <= left:
                 left -= stat.st_size
                 told = blake3(file.read_bytes()).hexdigest()
             else:
                 told = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-            found.add((self._files[file], told))
+            found.add((self._files[file].split("/", depth)[-1], told))
         return blake3(json.dumps(sorted(found)).encode()).hexdigest()
 
     def _add_top(self, top: str) -> bool:
@@ -140,20 +197,39 @@ class _Code:
             self._whole[top] = bool(places) and not versions
             if self._whole[top] or (top in sys.modules and not places):
                 self.add_all(top, places, with_imports=True)
+            for name, _ in versions:
+                self._add_required(name)
         return self._whole[top]
 
     def _add_file(self, file: Path, name: str, with_imports: bool) -> None:
         if file in self._files:
             return
         self._files[file] = name
-        if not with_imports or file.suffix != ".py":
-            return
-        for match in _IMPORT.finditer(file.read_text("utf-8", "replace")):
+        if with_imports and file.suffix == ".py":
+            self._read(file)
+
+    def _read(self, file: Path) -> None:
+        """Add all that it imports, and the environment that it reads."""
+        text = file.read_text("utf-8", "replace")
+        for match in _IMPORT.finditer(text):
             one, several, called = match.groups()
             for part in (one or several or called).split(","):
                 top = part.strip().partition(" ")[0].partition(".")[0]
                 if top and top not in _NOT_FOLLOWED:
                     self._add_top(top)
+        for name in _VARIABLE.findall(text):
+            value = os.environ.get(name)
+            if value is not None and name not in _NO_VARIABLES and not _SECRET.search(name):
+                self._facts.add((f"environ {name}", value))
+
+    def _add_required(self, package: str) -> None:
+        """Add all that an installed package requires: it may be installed by `pip install -e`."""
+        for line in importlib.metadata.distribution(package).requires or ():
+            found = _REQUIRED.match(line)
+            if found is not None and "extra ==" not in line:
+                for top in _tops().get(_normal(found[0]), ()):
+                    if top.isidentifier() and top not in _NOT_FOLLOWED:
+                        self._add_top(top)
 
     def _add_copied(self, file: Path, name: str) -> None:
         """A file that Transformers has copied, and its siblings that it imports. Others may lie
@@ -168,6 +244,20 @@ class _Code:
             for found in (place, *inside):
                 if found.with_name(f"{found.name}.py").is_file():
                     self._add_copied(found.with_name(f"{found.name}.py"), found.name)
+
+
+def _file_of(module: str) -> Path | None:
+    """Nothing is imported for it."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if isinstance(file, str):
+        return Path(file) if os.path.isfile(file) else None
+    top, *inner = module.split(".")
+    for place in _places(top):
+        below = place.joinpath(*inner)
+        for found in (place, below / "__init__.py", below.with_name(f"{below.name}.py")):
+            if found.is_file():
+                return found
+    return None
 
 
 def _places(top: str) -> list[Path]:
@@ -191,6 +281,20 @@ def _installed() -> dict[str, list[str]]:
     return {top: list(names) for top, names in importlib.metadata.packages_distributions().items()}
 
 
+@functools.cache
+def _tops() -> dict[str, list[str]]:
+    """By an installed package's name: what is imported of it."""
+    found: dict[str, list[str]] = {}
+    for top, names in _installed().items():
+        for name in names:
+            found.setdefault(_normal(name), []).append(top)
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def _versions(top: str, places: list[Path]) -> set[tuple[str, str]]:
     """Those of the installed packages that a module is from; none, if they do not tell it."""
     found = set()
@@ -203,7 +307,8 @@ def _versions(top: str, places: list[Path]) -> set[tuple[str, str]]:
 
 
 def _files_of(places: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Files that may be code, and their names below the place's parent. Raises _Endless."""
+    """All files but compiled copies of others, and their names below the place's parent: code may
+    read any of them. Raises _Endless."""
     entries, seen = 0, set()
     for place in places:
         if place.is_file():
@@ -219,5 +324,5 @@ def _files_of(places: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             folders[:] = kept if is_new else []
             for name in files if is_new else ():
                 file = Path(folder, name)
-                if file.suffix in _SUFFIXES and file.is_file():
+                if file.suffix not in _COMPILED and file.is_file():
                     yield file, file.relative_to(place.parent).as_posix()

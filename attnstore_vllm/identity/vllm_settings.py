@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.left_out import FIELDS, SECTIONS, VARIABLES
-from attnstore_vllm.identity.own_code import digest_of_package, is_told
+from attnstore_vllm.identity.own_code import digest_of_imports, digest_of_package, is_told
 
 VOLATILE = frozenset({"transformers_version", "_name_or_path"})
 """Fields of a model's config.json that say who wrote it, and where it was."""
@@ -53,9 +53,11 @@ def plugins() -> list[str]:
             if of not in _WITHOUT_PLUGINS and is_on:
                 version = entry.dist.version if entry.dist is not None else ""
                 told = f"{group} {entry.name} {entry.value} {of} {version}"
+                top = entry.module.partition(".")[0]
                 if entry.dist is None or not is_told(entry.dist):
-                    top = entry.module.partition(".")[0]
                     told += f" {digest_of_package(top, with_imports=True)}"
+                elif imported := digest_of_imports(top):
+                    told += f" {imported}"
                 found.append(told)
     return sorted(found)
 

@@ -20,7 +20,9 @@ from attnstore_lab.testing.tiny_model import TINY, make_model
 from attnstore_vllm import engine_start
 from attnstore_vllm.identity.model_files import check_files, files_of
 from attnstore_vllm.identity.moved_files import FILE_CLOCK_S
-from attnstore_vllm.identity.namespace import fingerprint
+from attnstore_vllm.identity.namespace import facts_of, fingerprint
+from attnstore_vllm.identity.own_code import NO_CODE
+from attnstore_vllm.identity.rank import KvFacts
 from tests.vllm.test_namespace import GEOMETRY
 
 TICK_S = 0.05
@@ -186,6 +188,66 @@ def test_vocabularies_that_drafts_are_mapped_by(model: Path) -> None:
     (plain, changed, again), (mapped, remapped, back) = of
     assert plain == changed == again
     assert mapped == back != remapped
+
+
+def test_all_files_of_a_model_with_code_of_its_own(model: Path, tmp_path: Path) -> None:
+    """Wherever they lie; but for the weights, which the keys tell."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = EngineArgs(model=str(model), max_model_len=256).create_engine_config()
+    (model / "steers").mkdir()
+    plain, own = files_of(made), []
+    begun_at = time.time()
+    time.sleep(TICK_S)
+    for text in ("1", "2"):
+        (model / "steers" / "steer.pt").write_text(text)
+        own.append(files_of(made, has_own_code=True))
+    assert own[0] != own[1] and files_of(made) == plain
+    with pytest.raises(ValueError, match=r"steer\.pt has changed while"):
+        check_files(made, begun_at, has_own_code=True)
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert files_of(made, has_own_code=True) == own[1]
+    shutil.copytree(model, tmp_path / "moved")
+    moved = EngineArgs(model=str(tmp_path / "moved"), max_model_len=256).create_engine_config()
+    assert files_of(moved, has_own_code=True) == own[1]
+
+
+def test_a_models_own_code_is_seen_in_any_rank(started: Any) -> None:
+    facts = {"device": "", "dtype": "", "shape": (), "run_bytes": 0, "axes": (), "strides": ()}
+    ranks = [
+        KvFacts(**facts, layout="", kernel="", live=(("code", code),)) for code in (NO_CODE, "own")
+    ]
+    for number in (1, 2):
+        named = facts_of(started, GEOMETRY, ranks[:number], "0.32.0")
+        assert ("all" in named["files"]) is (number == 2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architectures": ["Dots3NoteForCausalLM"]},
+        {"hf_overrides": {"a": 1}},
+        {"hf_config_path": "x"},
+    ],
+    ids=["reads it", "overridden", "replaced"],
+)
+def test_a_configuration_that_media_are_made_ready_by(model: Path, settings: Any) -> None:
+    """From the model's directory, whatever replaces it for the model."""
+    one = {"model": str(model), "revision": None, "tokenizer": str(model),
+           "tokenizer_revision": None, "is_multimodal_model": True, "architectures": ["A"],
+           "hf_overrides": {}, "hf_config_path": None, "multimodal_config": None}  # fmt: skip
+    read, plain = (
+        SimpleNamespace(
+            model_config=SimpleNamespace(**one | more),
+            speculative_config=None,
+            load_config=SimpleNamespace(download_dir=None),
+        )
+        for more in (settings, {})
+    )
+    before = [files_of(it) for it in (read, plain)]
+    (model / "config.json").write_text("{}")
+    assert files_of(read) != before[0] and files_of(plain) == before[1]
 
 
 OPENED = {

@@ -7,13 +7,18 @@ if it would have computed the same, and only then.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from attnstore_vllm.identity.live_facts import _digest_code, _digest_module
+from attnstore_vllm.identity.own_code import NO_CODE
 from attnstore_vllm.transfer.layout import describe
 from tests.vllm.engine import Answer, Engine, EngineSpec
 from tests.vllm.host import EngineHost
@@ -142,3 +147,45 @@ def test_a_models_own_code_is_the_same_in_another_directory(tmp_path: Path) -> N
         rotary = get_class_from_dynamic_module("modeling.TheirRotaryEmbedding", str(place))()
         digests.add((_digest_module(rotary), _digest_code({"layer": rotary})))
     assert len(digests) == 1
+
+
+HELD = """
+class Scheme:
+    factor = {n}
+
+
+def hook(module, args, output):
+    return {n} * output
+"""
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda module, its: setattr(module, "quant_method", its.Scheme()),
+        lambda module, its: setattr(module, "backend", its.Scheme),
+        lambda module, its: setattr(module, "schemes", [its.Scheme()]),
+        lambda module, its: setattr(module, "quant_method", SimpleNamespace(scheme=its.Scheme())),
+        lambda module, its: setattr(
+            module, "impl", SimpleNamespace(kernel=SimpleNamespace(scheme=its.Scheme()))
+        ),
+        lambda module, its: setattr(module, "forward", functools.partial(its.hook, module)),
+        lambda module, its: module.register_forward_hook(its.hook),
+    ],
+    ids=["method", "backend", "schemes", "scheme", "kernel", "forward", "hook"],
+)
+def test_the_code_of_what_modules_have_as_attributes(
+    give: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may register a quantization, or an attention backend, of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plain = torch.nn.Linear(1, 1)
+    assert _digest_code({"layer": plain}) == NO_CODE
+    digests = set()
+    for number in (1, 2):
+        (tmp_path / "atk_scheme.py").write_text(HELD.replace("{n}", str(number)))
+        module = torch.nn.Linear(1, 1)
+        give(module, importlib.import_module("atk_scheme"))
+        digests.add(_digest_code({"layer": module}))
+    sys.modules.pop("atk_scheme")
+    assert len(digests) == 2

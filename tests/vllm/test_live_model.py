@@ -30,6 +30,7 @@ class Layer(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
         self.register_buffer("bias", torch.zeros(3))
         self.register_buffer("table", torch.zeros(3), persistent=False)
+        self.steer, self.kv_cache = torch.zeros(3), torch.zeros(3)
 
 
 class Packed(nn.Module):
@@ -59,8 +60,10 @@ def test_one_element_anywhere(monkeypatch: pytest.MonkeyPatch, is_device: bool) 
         monkeypatch.setattr(live_model, "digest", digest_by_sums)
     model = make()
     weights = watch(model)
-    names = [name for name, p in model.named_parameters() if p.numel()] + ["layers.0.bias"]
-    assert len(names) == 12
+    beside = ["bias", "table", "steer"]
+    names = [name for name, p in model.named_parameters() if p.numel()]
+    names += [f"layers.0.{name}" for name in beside]
+    assert len(names) == 14
     for name in names:
         module, _, own = name.rpartition(".")
         tensor = getattr(model.get_submodule(module), own)
@@ -68,8 +71,8 @@ def test_one_element_anywhere(monkeypatch: pytest.MonkeyPatch, is_device: bool) 
             assert weights.look() is Seen.SAME
             tensor.data[at] += 1
             assert weights.look() is Seen.CHANGED, (name, at)
-    model.get_submodule("layers.0").table.add_(1)
-    assert weights.look() is Seen.SAME, "a table is made of the settings"
+    model.get_submodule("layers.0").kv_cache.add_(1)
+    assert weights.look() is Seen.SAME, "steps write there"
 
 
 def digest_by_sums(model: nn.Module) -> bytes:
@@ -229,3 +232,39 @@ def test_a_packed_weight_has_no_name() -> None:
     packed.pack(2)
     assert weights.look() is Seen.CHANGED
     assert weights.name is None
+
+
+def test_code_that_is_put_into_a_model_has_no_name() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()])})
+    weights = watch(model)
+    for put in (
+        lambda one: one.register_forward_hook(lambda *_: None).remove,
+        lambda one: one.register_forward_pre_hook(lambda *_: None).remove,
+        lambda one: setattr(one, "forward", lambda x: x) or (lambda: delattr(one, "forward")),
+        lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None).remove,
+    ):
+        take_out = put(model.get_submodule("layers.1"))
+        assert (weights.look(), weights.name) == (Seen.CHANGED, None)
+        take_out()
+        assert (weights.look(), weights.name) == (Seen.CHANGED, b"")
+
+
+def test_a_class_that_computes_otherwise_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = watch(nn.ModuleList([Layer()]))
+    monkeypatch.setattr(Layer, "forward", lambda self, x: x)
+    assert (weights.look(), weights.name) == (Seen.CHANGED, None)
+
+
+def test_numbers_have_names() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([Layer()])})
+    layer = model.get_submodule("layers.0")
+    layer.eps, layer.sizes = 1e-6, [1, 2]
+    weights = watch(model)
+    for name, changed in (("eps", 2.0), ("sizes", [1, 3])):
+        before = getattr(layer, name)
+        setattr(layer, name, changed)
+        assert weights.look() is Seen.CHANGED and weights.name
+        setattr(layer, name, before)
+        assert (weights.look(), weights.name) == (Seen.CHANGED, b"")
+    layer.compiled = True
+    assert weights.look() is Seen.SAME, "torch.compile() says how far it is"

@@ -17,7 +17,13 @@ import pytest
 from blake3 import blake3
 
 from attnstore_vllm.identity import own_code
-from attnstore_vllm.identity.own_code import digest_of_code, digest_of_package, is_told
+from attnstore_vllm.identity.own_code import (
+    digest_of_code,
+    digest_of_directory,
+    digest_of_package,
+    files_below,
+    is_told,
+)
 
 NONE = blake3(b"[]").hexdigest()
 
@@ -149,6 +155,44 @@ def test_files_beside_a_copied_one_count_where_it_imports_them(place: Path) -> N
         before = after
 
 
+def test_the_environment_that_own_code_reads(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what says where a process is, or is secret."""
+    write(place, my_model="import os\na = os.environ.get('MY_FACTOR', '1')\nimport my_others\n"
+                          "b = os.environ['HOME']; c = os.getenv('MY_TOKEN')",
+          my_others="from os import getenv\nb = getenv('MY_OTHER')")  # fmt: skip
+    before = told("my_model")
+    for name in ("MY_FACTOR", "MY_OTHER"):
+        monkeypatch.setenv(name, "2")
+        assert told("my_model") != before
+        monkeypatch.delenv(name)
+    for name in ("HOME", "MY_TOKEN", "ANOTHER"):
+        monkeypatch.setenv(name, "2")
+        assert told("my_model") == before, name
+
+
+def test_what_is_not_imported_yet_is_found(place: Path) -> None:
+    """A worker's class, as the scheduler's process names it."""
+    write(place, mine____init__="", mine__deep__worker="a = 1")
+    before = digest_of_code(["mine.deep.worker"])
+    assert before == digest_of_code(["mine.deep.worker"])
+    write(place, mine__deep__worker="a = 2")
+    assert digest_of_code(["mine.deep.worker"]) != before
+
+
+def test_all_files_below_a_directory(tmp_path: Path) -> None:
+    """Wherever it lies; but for those that are told otherwise."""
+    model, seen = tmp_path / "model", set()
+    (model / "steers").mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"0")
+    for name in ("steer.pt", "steers/of.npy"):
+        (model / name).write_bytes(b"1")
+        seen.add(digest_of_directory(model, [model / "model.safetensors"]))
+    (model / "model.safetensors").write_bytes(b"2")
+    moved = model.rename(tmp_path / "moved")
+    seen.add(digest_of_directory(moved, [moved / "model.safetensors"]))
+    assert len(seen) == 2 and len(files_below(moved)) == 3
+
+
 # ---- versions ---------------------------------------------------------------------------------
 
 
@@ -165,6 +209,7 @@ def install(place: Path, name: str, version: str, **files: str) -> Distribution:
     for key, text in files.items():
         (info / key.replace("_json", ".json").replace("url", "_url")).write_text(text)
     own_code._installed.cache_clear()
+    own_code._tops.cache_clear()
     importlib.invalidate_caches()
     return Distribution.at(info)
 
@@ -180,6 +225,28 @@ def test_an_installed_package_that_is_imported_counts_by_its_version(place: Path
     assert digest_of_code(["my_model"]) == before, "it is read though its version tells it"
     install(place, "lib", "1.1", RECORD="")
     assert digest_of_code(["my_model"]) != before
+
+
+def test_what_an_installed_package_requires(place: Path) -> None:
+    write(place, my_model="import lib", lib____init__="", mine____init__="a = 1")
+    install(place, "lib", "1.0", RECORD="")
+    (place / "lib-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: lib\nVersion: 1.0\n"
+        "Requires-Dist: Mine>=1; python_version>'3'\n"
+    )
+    install(place, "mine", "1.0", RECORD="", directurl_json=EDITABLE)
+    before = told("my_model")
+    write(place, mine____init__="a = 2")
+    assert digest_of_code(["my_model"]) != before
+
+
+def test_what_the_module_of_an_installed_package_imports(place: Path) -> None:
+    """No metadata has it."""
+    write(place, lib____init__="", lib__model="import my_ops", my_ops="a = 1")
+    install(place, "lib", "1.0", RECORD="")
+    before = told("lib.model")
+    write(place, my_ops="a = 2")
+    assert digest_of_code(["lib.model"]) != before
 
 
 def test_a_class_of_an_installed_package_counts_by_file_and_version(place: Path) -> None:
