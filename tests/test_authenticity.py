@@ -35,6 +35,7 @@ WHY = {
     "store/audited_bounds.py": "names hits by this process's key, in this engine's own directory",
     "policy/audit_draw.py": "draws by a secret seed: nothing is compared with it",
     "policy/tails.py": "an estimate's own memory: two texts of one sum cost no answer",
+    "policy/sessions.py": "a session's name in this process's memory, within its own tenant",
     "identity/live_model.py": "of weights in this process's memory, against its own last look",
 }
 """By file: why only this server could forge its bytes."""

@@ -31,7 +31,7 @@ def measure(shape: KvShape, num_tokens: int, rounds: int) -> Iterator[Row]:
         rig.close()
 
 
-def _save(rig: KvRig) -> None:
+def save(rig: KvRig) -> None:
     rows = np.arange(len(rig.pages))
     rig.engine.gather(rig.pages, rows, rig.layers)
     rig.engine.wait(rig.engine.drain(rig.pages, rows, rig.layers))
@@ -41,7 +41,7 @@ def _comes_back(rig: KvRig) -> Row:
     """Saved, cleared, and loaded by the read buffer and by the kernel alone."""
     blocks = torch.from_numpy(rig.pages[:, 2].copy()).to(rig.device)
     were = [kv[blocks].clone() for kv in rig.kv]
-    _save(rig)
+    save(rig)
     wrong = 0
     for method in (Method.BUFFER, Method.KERNEL):
         rig.engine.rules = only(method)
@@ -73,7 +73,7 @@ def _speeds(rig: KvRig, rounds: int) -> Iterator[Row]:
         goal = LOAD_GOAL if name == "read buffer, 128 blocks" else None
         yield _row(rig, "H2D", name, scale * times[0], took_s, goal)
     rig.engine.rules = rig.rules
-    times = in_turn([lambda: pool.copy_(there, non_blocking=True), lambda: _save(rig)], rounds)
+    times = in_turn([lambda: pool.copy_(there, non_blocking=True), lambda: save(rig)], rounds)
     yield _row(rig, "D2H", "gathered and drained", scale * times[0], times[1], SAVE_GOAL)
 
 

@@ -214,7 +214,14 @@ def test_all_files_of_a_model_with_code_of_its_own(model: Path, tmp_path: Path) 
 
 
 def test_a_models_own_code_is_seen_in_any_rank(started: Any) -> None:
-    facts = {"device": "", "dtype": "", "shape": (), "run_bytes": 0, "axes": (), "strides": ()}
+    facts: dict[str, Any] = {
+        "device": "",
+        "dtype": "",
+        "shape": (),
+        "run_bytes": 0,
+        "axes": (),
+        "strides": (),
+    }
     ranks = [
         KvFacts(**facts, layout="", kernel="", live=(("code", code),)) for code in (NO_CODE, "own")
     ]
@@ -234,16 +241,17 @@ def test_a_models_own_code_is_seen_in_any_rank(started: Any) -> None:
 )
 def test_a_configuration_that_media_are_made_ready_by(model: Path, settings: Any) -> None:
     """From the model's directory, whatever replaces it for the model."""
-    one = {"model": str(model), "revision": None, "tokenizer": str(model),
+    one: dict[str, Any] = {"model": str(model), "revision": None, "tokenizer": str(model),
            "tokenizer_revision": None, "is_multimodal_model": True, "architectures": ["A"],
            "hf_overrides": {}, "hf_config_path": None, "multimodal_config": None}  # fmt: skip
+    several: tuple[dict[str, Any], ...] = (settings, {})
     read, plain = (
         SimpleNamespace(
             model_config=SimpleNamespace(**one | more),
             speculative_config=None,
             load_config=SimpleNamespace(download_dir=None),
         )
-        for more in (settings, {})
+        for more in several
     )
     before = [files_of(it) for it in (read, plain)]
     (model / "config.json").write_text("{}")

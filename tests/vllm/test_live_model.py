@@ -234,13 +234,18 @@ def test_a_packed_weight_has_no_name() -> None:
     assert weights.name is None
 
 
+def put_forward(module: nn.Module) -> Callable[[], None]:
+    vars(module)["forward"] = lambda x: x
+    return lambda: vars(module).__delitem__("forward")
+
+
 def test_code_that_is_put_into_a_model_has_no_name() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer()])})
     weights = watch(model)
     for put in (
         lambda one: one.register_forward_hook(lambda *_: None).remove,
         lambda one: one.register_forward_pre_hook(lambda *_: None).remove,
-        lambda one: setattr(one, "forward", lambda x: x) or (lambda: delattr(one, "forward")),
+        put_forward,
         lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None).remove,
     ):
         take_out = put(model.get_submodule("layers.1"))

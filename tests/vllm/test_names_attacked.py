@@ -71,7 +71,8 @@ def test_the_slots_of_an_adapter_that_are_written_in_place() -> None:
     """They are of an adapter as long as it is active: what another leaves there is not its own."""
     held = Held(SimpleNamespace(rank=8))
     stack = (torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8))
-    module, slots = SimpleNamespace(lora_b_stacked=stack), [None, None]
+    module = SimpleNamespace(lora_b_stacked=stack)
+    slots: list[int | None] = [None, None]
     manager = SimpleNamespace(
         list_adapters=lambda: {1: held}, lora_index_to_id=slots, modules={"q": module}
     )

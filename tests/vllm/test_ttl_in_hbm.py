@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_what_has_expired_is_not_saved_again_from_hbm(
     """KV that was idle for longer than its ttl is found in HBM, where there is none. The store must
     not take it from there as if it had come now."""
     model = make_model(models / "scripted", TINY, weights=False)
-    settings = {"ttl": "1s"} if whose == "server" else {}
+    settings: dict[str, Any] = {"ttl": "1s"} if whose == "server" else {}
     engine = ScriptedEngine(model, tmp_path / "store", num_blocks=64, depth=1, seed=1, **settings)
     try:
         run(engine, "a", PROMPT, **({"ttl": 1} if whose == "request" else {}))

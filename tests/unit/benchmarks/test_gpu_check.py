@@ -263,8 +263,8 @@ def test_encoded_numbers_that_do_not_come_back_are_seen(monkeypatch: pytest.Monk
         save(found)
         found.slots[7] ^= 1
 
-    save = encoded._save
-    monkeypatch.setattr(encoded, "_save", save_badly)
+    save = encoded.save
+    monkeypatch.setattr(encoded, "save", save_badly)
     row = next(encoded.measure(KvShape("tiny", layers=2, kv_heads=1, head_dim=8), 256, 1))
     assert row.is_wrong and row.value is not None and 0.99 < row.value < 1
 

@@ -51,7 +51,7 @@ def test_sessions_that_end_in_one_step(world: StepWorld, monkeypatch: pytest.Mon
                 number += 1
                 hints = {"session": f"{root} {child}", "parent": str(root)}
                 tokens = tokens_of(number, CHUNK + 1)
-                params = {"attnstore": hints}
+                params: dict[str, Any] = {"attnstore": hints}
                 world.serve(world.request(f"{number}", tokens, kv_transfer_params=params))
     last = []
     for root in range(ROOTS):
@@ -93,7 +93,7 @@ def test_the_line_of_runs_that_wait_to_be_ended_has_an_end(
         world.serve(world.request(f"{number}", tokens, kv_transfer_params={"attnstore": hints}))
     last = []
     for root in range(2):
-        params = {"attnstore": {"session": str(root), "ended": True}}
+        params: dict[str, Any] = {"attnstore": {"session": str(root), "ended": True}}
         tokens = tokens_of(10_000 + root, CHUNK + 1)
         last.append(world.request(f"last {root}", tokens, kv_transfer_params=params))
     world.come(*last)
@@ -108,7 +108,7 @@ def test_hints_of_an_input_are_read_once(world: StepWorld, monkeypatch: pytest.M
     """A session decodes for many steps behind its input."""
     session = begin_so(world, tokens_of(1, CHUNK), None)
     reads = Counter[str]()
-    read = requests.read_params
+    read: Any = vars(requests)["read_params"]
 
     def counted(*args: Any) -> Any:
         reads["of hints"] += 1

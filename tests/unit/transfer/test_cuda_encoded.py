@@ -329,11 +329,6 @@ def test_short_runs_of_cells_go_as_a_rule_says(open_world: Opens) -> None:
         assert world.gpu.count(BATCH) - before == batches, (pages, short)
 
 
-def test_a_row_has_the_bytes_of_cells(open_world: Opens) -> None:
-    world = open_world()
-    assert world.cuda._buffer.nbytes == ROWS * sum(ENCODED.cells) < ROWS * ENCODED.block_bytes
-
-
 def test_a_chunk_that_does_not_fit_is_given_up_and_the_others_are_not(
     open_world: Opens, caplog: pytest.LogCaptureFixture
 ) -> None:
