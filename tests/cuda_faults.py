@@ -94,8 +94,8 @@ FAULTS = (
     # ---- order, tables, failures
     Fault(
         "a move is on the stream of saves", ENGINE,
-        "give(moved, layers, ring, self._loads.cuda_stream)",
-        "give(moved, layers, ring, self._saves.cuda_stream)",
+        "give(moved, layers, ring, handle, word.address)",
+        "give(moved, layers, ring, self._saves.cuda_stream, word.address)",
     ),
     Fault(
         "a gather that was refused is forgotten", ENGINE,
