@@ -30,7 +30,7 @@ CODE_BLOCKS = 128
 """CTAs of 128 threads that encode or decode, at least: at sixteen a multiprocessor, eight of these.
 NEVER MEASURED: no GPU has run this. A warp has some 350 bytes on their way, so 180 KiB are."""
 _WORDS = 1 << 16
-"""More than loads are in flight."""
+"""More than loads are in flight, as a rule. Those that share one are told of both failures."""
 _WORD_BYTES = 8
 _NO_BASE = 255
 """csrc/cuda/code_words.h."""
@@ -43,7 +43,7 @@ class LoadWord(NamedTuple):
 
     address: int
     check: Check
-    """Raises CopyError if they did. To be called when they are over."""
+    """Raises CopyError if they did. To be called once, when they are over."""
 
 
 class Cells:
@@ -57,6 +57,8 @@ class Cells:
         self._memory = torch.empty(_WORDS + 1, dtype=torch.int64, pin_memory=True)
         self._words: npt.NDArray[np.int64] = self._memory.numpy()
         self._words[:] = 0
+        self._unread = np.zeros(_WORDS, np.int32)
+        """Loads of each word whose check has not been called."""
         self._next = 0
         size = num_slots * geometry.slot_bytes
         self._slots = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(slots_base))
@@ -79,9 +81,12 @@ class Cells:
     def load_word(self) -> LoadWord:
         """For the next load."""
         number, self._next = self._next, (self._next + 1) % _WORDS
-        self._words[number] = 0
+        if not self._unread[number]:
+            self._words[number] = 0
+        self._unread[number] += 1
 
         def check() -> None:
+            self._unread[number] -= 1
             if self._words[number]:
                 raise CopyError("a slot holds no encoded page where one was saved")
 

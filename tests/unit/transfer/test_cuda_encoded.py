@@ -293,6 +293,27 @@ def test_loads_have_words_of_their_own(open_world: Opens, monkeypatch: pytest.Mo
         world.load(table(BACK[0]))
 
 
+def test_a_word_of_a_load_in_flight_is_not_cleared(
+    open_world: Opens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more loads than words, and the first one has failed before any was asked."""
+    monkeypatch.setattr(cuda_cells, "_WORDS", 3)
+    world = open_world()
+    world.save(table(*PAGES))
+    world.slots[1] = 255
+    failed = world.cuda.load(table(BACK[1]), ALL)
+    world.gpu.synchronize()
+    others = [world.cuda.load(table(page), ALL) for page in (BACK[0], BACK[2], BACK[3])]
+    with pytest.raises(CopyError):
+        world.cuda.wait(failed)
+    for event in others[:2]:
+        world.cuda.wait(event)
+    with suppress(CopyError):  # it has that word, too
+        world.cuda.wait(others[2])
+    for _ in range(4):
+        world.load(table(BACK[0]))
+
+
 @pytest.mark.parametrize(
     ("rules", "kernels", "batches"),
     [("kernel", 1, 0), ("dma", 2 * LAYERS, 2 * LAYERS), ("buffer", 2 * LAYERS, 2 * LAYERS)],
