@@ -7,7 +7,7 @@ memory.
 - *attention*: the plain numbers of the attention layers and of what is around them: scales,
   windows, caps, and what a model chooses by settings while it is made.
 - *code*: the files of classes that are neither vLLM's nor PyTorch's, and what they import
-  (identity/own_code.py): of modules, and of what they have as attributes, as kernels and schemes.
+  (identity/own_code.py).
 - *written*: where the kernels put K and V. Numbers are written by vLLM's own operator into a block
   of the real tensor, and read back as a page is copied.
 """
@@ -24,7 +24,6 @@ from blake3 import blake3
 
 from attnstore_vllm.errors import UnsupportedError
 from attnstore_vllm.identity.live_model import outermost
-from attnstore_vllm.identity.named_code import foreign, modules_of_attributes
 from attnstore_vllm.identity.own_code import TOLD_BY_VERSION, digest_of_code
 from attnstore_vllm.transfer.layout import LayerLayout
 
@@ -139,17 +138,16 @@ def check_replicas(layers: Mapping[str, Any], replicas: int) -> None:
 
 
 def _digest_code(layers: Mapping[str, Any]) -> str:
-    """Digest of the code of the model's classes and of the objects that its modules have, but for
-    those of vLLM, PyTorch and Transformers, whose versions are in.
+    """Digest of the code of the model's classes, but for those of vLLM, PyTorch and Transformers,
+    whose versions are in. Not of what modules have as attributes: what torch.compile() puts there
+    differs from start to start (docs/faults.md).
 
     Where a file lies does not count: a model's own code has its directory or commit in the names
     of its modules.
     """
     every = [module for top in outermost(layers.values()) for module in top.modules()]
     kinds = {kind for module in every for kind in type(module).__mro__}
-    seen: set[tuple[int, int]] = set()
-    held = (name for module in every for name in modules_of_attributes(module, seen))
-    return digest_of_code({kind.__module__ for kind in kinds} | foreign(held))
+    return digest_of_code({kind.__module__ for kind in kinds})
 
 
 def _is_told_by_version(module: str) -> bool:
