@@ -159,6 +159,7 @@ def hook(module, args, output):
 """
 
 
+@pytest.mark.xfail(strict=True, reason="compiled models had another name at each start so")
 @pytest.mark.parametrize(
     "give",
     [
