@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a warp does with cells, under the sanitizers: byte for byte what the processor's codec does,
-// and whatever a cell has, nothing outside of the cell and the page is touched. Each thread of the
-// host does the work of a warp (cuda/lanes.h).
+// and no content of a cell leads outside of the cell and the page. Each thread of the host does the
+// work of a warp (cuda/lanes.h).
 #include <cstring>
 #include <vector>
 

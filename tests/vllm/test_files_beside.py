@@ -240,7 +240,7 @@ def test_a_models_own_code_is_seen_in_any_rank(started: Any) -> None:
     ids=["reads it", "overridden", "replaced"],
 )
 def test_a_configuration_that_media_are_made_ready_by(model: Path, settings: Any) -> None:
-    """From the model's directory, whatever replaces it for the model."""
+    """From the model's directory, also where a setting replaces it for the model."""
     one: dict[str, Any] = {"model": str(model), "revision": None, "tokenizer": str(model),
            "tokenizer_revision": None, "is_multimodal_model": True, "architectures": ["A"],
            "hf_overrides": {}, "hf_config_path": None, "multimodal_config": None}  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that settings name counts by its content, whatever the setting says."""
+"""Code that settings name counts by its content, also where the name stays."""
 
 from __future__ import annotations
 
