@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that vLLM's settings name, and that of what modules have as attributes: kernels, schemes,
-backends, hooks.
+"""Code that vLLM's settings name: workers, backends, passes, classes of configurations.
 
 A setting's name alone does not tell code that changes under it.
 """

@@ -35,6 +35,20 @@ from tests.vllm_objects import output
 ROOTS, CHILDREN, TURNS = 8, 32, 4
 
 
+def last_requests(world: StepWorld, count: int) -> list[Any]:
+    """The last requests of so many sessions, which are over then. Their answers are computed."""
+    last = []
+    for root in range(count):
+        params = {"attnstore": {"session": str(root), "ended": True}}
+        tokens = tokens_of(10_000 + root, CHUNK + 1)
+        last.append(world.request(f"last {root}", tokens, kv_transfer_params=params))
+    world.come(*last)
+    for request in last:
+        world.start(request, world.answer(request))
+    world.end_step(*last)
+    return last
+
+
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepWorld]:
     world = StepWorld(monkeypatch, records=4096, slots=2048)
@@ -51,17 +65,9 @@ def test_sessions_that_end_in_one_step(world: StepWorld, monkeypatch: pytest.Mon
                 number += 1
                 hints = {"session": f"{root} {child}", "parent": str(root)}
                 tokens = tokens_of(number, CHUNK + 1)
-                params: dict[str, Any] = {"attnstore": hints}
+                params = {"attnstore": hints}
                 world.serve(world.request(f"{number}", tokens, kv_transfer_params=params))
-    last = []
-    for root in range(ROOTS):
-        params = {"attnstore": {"session": str(root), "ended": True}}
-        tokens = tokens_of(10_000 + root, CHUNK + 1)
-        last.append(world.request(f"last {root}", tokens, kv_transfer_params=params))
-    world.come(*last)
-    for request in last:
-        world.start(request, world.answer(request))
-    world.end_step(*last)
+    last = last_requests(world, ROOTS)
     ranked = Counter[str]()
     rank = Residency.rank
 
@@ -91,15 +97,7 @@ def test_the_line_of_runs_that_wait_to_be_ended_has_an_end(
         hints = {"session": f"child {number % (2 * CHILDREN)}", "parent": f"{number % 2}"}
         tokens = tokens_of(number, CHUNK + 1)
         world.serve(world.request(f"{number}", tokens, kv_transfer_params={"attnstore": hints}))
-    last = []
-    for root in range(2):
-        params: dict[str, Any] = {"attnstore": {"session": str(root), "ended": True}}
-        tokens = tokens_of(10_000 + root, CHUNK + 1)
-        last.append(world.request(f"last {root}", tokens, kv_transfer_params=params))
-    world.come(*last)
-    for request in last:
-        world.start(request, world.answer(request))
-    world.end_step(*last)
+    last = last_requests(world, 2)
     world.finish(*last)
     assert world.put_off("end_dropped") == 2 * (TURNS - 1) * CHILDREN
 
